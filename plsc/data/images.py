@@ -1,0 +1,324 @@
+"""Labelled images on disk: a folder (or zip archive) with one sub-folder a class, or a text list of paths and labels.
+
+The index takes a name's bytes and 16 more an image (two numpy arrays and one blob), so that tens of millions of images
+fit in memory and worker processes share the pages instead of copying a Python list.
+"""
+
+import io
+import logging
+import os
+import struct
+import zipfile
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+_ZIP_STORED, _ZIP_DEFLATED = 0, 8
+
+
+def decode_image(data: bytes, image_size: int, channels: int = 3, *, name: str = "image") -> NDArray[np.uint8]:
+    """Decodes an encoded image into uint8 [image_size, image_size, channels], RGB or grey.
+
+    Another size is scaled to the square (bilinear over the whole source area, aspect ratio not kept; a JPEG of twice
+    the size or more is decoded at a reduced scale first). Alpha is dropped, EXIF rotation is not applied.
+    ValueError with `name` for a broken image and for 16-bit or float pixels.
+    """
+    mode = "RGB" if channels == 3 else "L"
+    try:
+        image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        if min(image.size) >= 2 * image_size:
+            image.draft(mode, (image_size, image_size))
+        image.load()
+    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more, by the kind of damage
+        raise ValueError(f"{name}: broken or unknown image ({error}); expected one of {', '.join(_FORMATS)}") from error
+    if image.mode[0] in "IF":
+        raise ValueError(f"{name}: got pixels of mode {image.mode}, expected 8 bits a channel; convert the file")
+    if image.mode != mode:
+        image = image.convert(mode)
+    if image.size != (image_size, image_size):
+        image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
+    return np.asarray(image).reshape(image_size, image_size, channels)
+
+
+class PackedStrings(Sequence[str]):
+    """A sequence of strings held as one blob of bytes and int64 offsets: 8 bytes a string beside its own."""
+
+    def __init__(self, strings: Iterable[bytes]) -> None:
+        blob, ends = bytearray(), array("q", [0])
+        for string in strings:
+            blob += string
+            ends.append(len(blob))
+        self._blob = np.frombuffer(blob, np.uint8)
+        self._ends = np.frombuffer(ends, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
+        return os.fsdecode(self._blob[self._ends[i] : self._ends[i + 1]].tobytes())
+
+
+@dataclass(frozen=True)
+class _ZipIndex:
+    """Where the members of an archive lie; reads open the file anew, so threads and forked workers share nothing."""
+
+    path: str
+    offset: NDArray[np.int64]  # [N] of the local header
+    size: NDArray[np.int64]  # [N] packed bytes
+    method: NDArray[np.uint8]  # [N]
+    crc: NDArray[np.uint32]  # [N]
+
+    def read(self, i: int) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(int(self.offset[i]))
+            header = file.read(30)
+            if len(header) < 30 or header[:4] != b"PK\3\4":
+                raise ValueError(
+                    f"{self.path}: no member at byte {self.offset[i]}; the archive changed or is cut short"
+                )
+            name_bytes, extra_bytes = struct.unpack("<HH", header[26:30])
+            file.seek(name_bytes + extra_bytes, os.SEEK_CUR)
+            data = file.read(int(self.size[i]))
+        if self.method[i] == _ZIP_DEFLATED:
+            data = zlib.decompress(data, -zlib.MAX_WBITS)
+        if zlib.crc32(data) != self.crc[i]:
+            raise ValueError(f"{self.path}: checksum of the member at byte {self.offset[i]} differs; fetch it again")
+        return data
+
+
+class ImageFolder:
+    """Images in root/NAME/*.jpg (jpeg, png, webp, bmp); `root` may be a .zip archive of the same layout.
+
+    Classes are the folder names in sorted order, samples are sorted by class, then file name, whatever order the file
+    system gives. Hidden files are left out. ValueError: no images, or a class folder without any.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, image_size: int = 112, channels: int = 3) -> None:
+        _check_format(image_size, channels)
+        self.root, self.image_size, self.channels = os.fspath(root), image_size, channels
+        self._zip: _ZipIndex | None = None
+        classes: list[str] = []
+        labels = array("q")
+        if os.path.isdir(self.root):
+            self._files = PackedStrings(_scan_folder(self.root, classes, labels))
+        elif zipfile.is_zipfile(self.root):
+            members = _scan_zip(self.root)
+            self._files = PackedStrings(_label_members(members, classes, labels))
+            self._zip = _zip_index(self.root, [info for _, _, info in members])
+        else:
+            raise ValueError(f"{self.root}: expected a folder or a .zip archive of NAME/image.jpg; check the path")
+        if not labels:
+            raise ValueError(f"{self.root}: no images found; expected {self.root}/NAME/*.jpg (or png, webp, bmp)")
+        self.labels: NDArray[np.int64] = np.frombuffer(labels, np.int64)
+        self.class_names = PackedStrings(map(os.fsencode, classes))
+        self.num_classes = len(classes)
+        _warn_thin_classes(self.root, self.labels, self.num_classes)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, i: int) -> str:
+        """The path of sample i below root: NAME/file.jpg."""
+        return f"{self.class_names[int(self.labels[i])]}/{self._files[i]}"
+
+    @property
+    def names(self) -> Sequence[str]:
+        """File names of all samples, in order and without their folder (for `read_pairs`)."""
+        return self._files
+
+    def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
+        path = os.path.join(self.root, self.name(i))
+        if self._zip is not None:
+            data = self._zip.read(i)
+        else:
+            with open(path, "rb") as file:
+                data = file.read()
+        return decode_image(data, self.image_size, self.channels, name=path), int(self.labels[i])
+
+
+class ImageList:
+    """Images named in a text file of lines `path label`, separated by a space or tab; paths may hold spaces.
+
+    Relative paths start at `root` (the folder of the list if not given). Labels are integers from 0, or -1 for a sample
+    to ignore; blank lines, CRLF and a byte order mark are allowed. Samples keep the order of the file.
+    `num_classes` is the largest label + 1 unless given. ValueError names the line that is wrong.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        root: str | os.PathLike[str] | None = None,
+        image_size: int = 112,
+        channels: int = 3,
+        num_classes: int | None = None,
+    ) -> None:
+        _check_format(image_size, channels)
+        self.path, self.image_size, self.channels = os.fspath(path), image_size, channels
+        self.root = os.path.dirname(os.path.abspath(self.path)) if root is None else os.fspath(root)
+        if not os.path.isdir(self.root):
+            raise ValueError(f"{self.root}: expected the folder that relative paths start at; check root")
+        if not os.path.isfile(self.path):
+            raise ValueError(f"{self.path}: expected a text file of lines `path label`; check the path")
+        labels, blanks = array("q"), array("q")
+        self._files = PackedStrings(_scan_list(self.path, labels, blanks))
+        if not labels:
+            raise ValueError(f"{self.path}: no lines of the form `path label`")
+        self.labels: NDArray[np.int64] = np.frombuffer(labels, np.int64)
+        # Blank line j (from 0) has blanks[j] - 1 - j samples before it.
+        self._samples_before_blank = np.frombuffer(blanks, np.int64) - 1 - np.arange(len(blanks))
+        found = int(self.labels.max()) + 1
+        if num_classes is not None and num_classes < found:
+            raise ValueError(
+                f"num_classes={num_classes}, but {self.path} has a label {found - 1}: give at least {found} classes"
+            )
+        if found == 0 and num_classes is None:
+            raise ValueError(f"{self.path}: every label is -1 (ignore); give num_classes or labels from 0")
+        self.num_classes = found if num_classes is None else num_classes
+        _warn_thin_classes(self.path, self.labels, self.num_classes)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, i: int) -> str:
+        """The path of sample i as the list writes it."""
+        return self._files[i]
+
+    def line(self, i: int) -> int:
+        """The line of the list, from 1, that sample i comes from."""
+        return i + 1 + int(np.searchsorted(self._samples_before_blank, i, side="right"))
+
+    def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
+        path = os.path.join(self.root, self.name(i))
+        try:
+            with open(path, "rb") as file:
+                data = file.read()
+        except OSError as error:
+            raise FileNotFoundError(
+                f"{self.path}, line {self.line(i)}: cannot read {path} ({error.strerror})"
+            ) from error
+        return decode_image(data, self.image_size, self.channels, name=path), int(self.labels[i])
+
+
+def _check_format(image_size: int, channels: int) -> None:
+    if image_size < 1:
+        raise ValueError(f"got image_size={image_size}, expected at least 1")
+    if channels not in (1, 3):
+        raise ValueError(f"got channels={channels}, expected 3 (RGB) or 1 (grey)")
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+def _scan_folder(root: str, classes: list[str], labels: "array[int]") -> Iterator[bytes]:
+    """Yields the file names of all samples in order; fills `classes` and `labels` on the way."""
+    with os.scandir(root) as entries:
+        classes += sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    empty = []
+    for label, name in enumerate(classes):
+        with os.scandir(os.path.join(root, name)) as entries:
+            files = sorted(entry.name for entry in entries if _is_image(entry.name) and entry.is_file())
+        if not files:
+            empty.append(name)
+        for file in files:
+            labels.append(label)
+            yield os.fsencode(file)
+    if empty and labels:
+        shown = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
+        raise ValueError(f"{root}: {len(empty)} class folders hold no images: {shown}; remove them")
+
+
+def _scan_zip(path: str) -> list[tuple[str, str, zipfile.ZipInfo]]:
+    """The images of an archive as sorted (class, file, info); folders above the classes must be the same for all."""
+    members, parents = [], set()
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            parts = PurePosixPath(info.filename).parts
+            if info.is_dir() or not parts or not _is_image(parts[-1]) or parts[0] == "__MACOSX":
+                continue
+            if len(parts) < 2:
+                raise ValueError(f"{path}: {info.filename} lies in no class folder; expected NAME/image.jpg")
+            if info.flag_bits & 1 or info.compress_type not in (_ZIP_STORED, _ZIP_DEFLATED):
+                raise ValueError(f"{path}: {info.filename} is encrypted or not stored/deflated; pack the archive again")
+            parents.add(parts[:-2])
+            members.append((parts[-2], parts[-1], info))
+    if len(parents) > 1:
+        shown = ", ".join(sorted("/".join(parent) or "(top)" for parent in parents)[:3])
+        raise ValueError(f"{path}: class folders lie in {len(parents)} places ({shown}); expected one")
+    return sorted(members, key=lambda member: member[:2])
+
+
+def _label_members(
+    members: list[tuple[str, str, zipfile.ZipInfo]], classes: list[str], labels: "array[int]"
+) -> Iterator[bytes]:
+    for name, file, _ in members:
+        if not classes or classes[-1] != name:
+            classes.append(name)
+        labels.append(len(classes) - 1)
+        yield os.fsencode(file)
+
+
+def _zip_index(path: str, infos: list[zipfile.ZipInfo]) -> _ZipIndex:
+    return _ZipIndex(
+        path=str(Path(path).absolute()),
+        offset=np.array([info.header_offset for info in infos], np.int64),
+        size=np.array([info.compress_size for info in infos], np.int64),
+        method=np.array([info.compress_type for info in infos], np.uint8),
+        crc=np.array([info.CRC for info in infos], np.uint32),
+    )
+
+
+def _scan_list(path: str, labels: "array[int]", blanks: "array[int]") -> Iterator[bytes]:
+    """Yields the paths of a list; fills `labels` and the line numbers of blank lines on the way."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            fields = line.rsplit(None, 1)
+            if not fields:
+                blanks.append(number)
+                continue
+            label = fields[-1]
+            if len(fields) != 2 or not ((label.isdigit() and len(label) < 19) or label == b"-1"):
+                got = line.strip()[:200].decode(errors="replace")
+                raise ValueError(
+                    f"{path}, line {number}: got {got!r}, expected `path label` with a whole number from 0 as label "
+                    "(or -1: ignore)"
+                )
+            labels.append(int(label))
+            yield fields[0].lstrip()
+
+
+def _warn_thin_classes(source: str, labels: NDArray[np.int64], num_classes: int) -> None:
+    """Says in the log how many classes have no image or only one: their centres learn nothing, or little."""
+    known = labels[labels >= 0]
+    if num_classes <= 4 * len(known) + 1_000_000:
+        counts = np.bincount(known, minlength=num_classes)
+        empty = int((counts == 0).sum())
+    else:  # labels far apart: do not count over the gaps
+        counts = np.unique(known, return_counts=True)[1]
+        empty = num_classes - len(counts)
+    single = int((counts == 1).sum())
+    if single:
+        logger.warning("%s: %d of %d classes have one image only", source, single, num_classes)
+    if empty:
+        logger.warning("%s: %d of %d classes have no image", source, empty, num_classes)

@@ -1,0 +1,387 @@
+"""Deals a data set to ranks in equal batches, in an order and with random numbers that no rank count changes.
+
+The order of an epoch is one permutation drawn from (seed, epoch). Step s takes the next `batch_size` samples of it and
+rank r the r-th contiguous piece; augmentation is keyed by (seed, epoch, sample). A state therefore resumes exactly, on
+any number of ranks and with any number of worker processes.
+"""
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+_ORDER, _AUGMENT = 1, 2  # streams of random numbers
+
+Transform = Callable[[NDArray[np.uint8], np.random.Generator], NDArray[np.uint8]]
+_Item = tuple[int, NDArray[Any]]  # (epoch, integers: the samples of a batch)
+_Read = tuple[int, NDArray[Any]]  # (slot that holds the images, samples)
+
+
+class Dataset(Protocol):
+    """What the loader reads: samples by number, with all labels known beforehand."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """[N] classes from 0, -1 for a sample to ignore."""
+        ...
+
+    @property
+    def num_classes(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> tuple[NDArray[np.uint8], int]:
+        """The image, uint8 [H, W, C], and its label."""
+        ...
+
+    def name(self, i: int, /) -> str:
+        """What to call sample i in a message."""
+        ...
+
+
+class Loader:
+    """Batches of a data set for one rank, for any number of epochs, resumable between any two steps.
+
+    batch_size is the global one and must be a multiple of world_size; samples left over at the end of an epoch are
+    dropped (others in the next epoch when shuffled). `transform(image, rng)` runs in the workers, see `Augment`.
+    workers: processes that read; 0 reads in this one. start_method: of the workers ("spawn", "forkserver", "fork").
+    ValueError: batch_size that does not divide or exceeds the data set, labels of a wrong kind or range.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        transform: Transform | None = None,
+        workers: int = 0,
+        device: str | torch.device = "cpu",
+        prefetch: int = 2,
+        start_method: str | None = None,
+    ) -> None:
+        _check_dataset(dataset)
+        if not 0 <= rank < world_size:
+            raise ValueError(f"got rank={rank} and world_size={world_size}, expected 0 <= rank < world_size")
+        if batch_size < 1 or batch_size % world_size:
+            near = max(1, round(batch_size / world_size)) * world_size
+            raise ValueError(
+                f"got a global batch_size of {batch_size} on {world_size} ranks, expected a multiple of {world_size}; "
+                f"use {near}"
+            )
+        if len(dataset) < batch_size:
+            raise ValueError(
+                f"the data set has {len(dataset)} samples, fewer than one global batch of {batch_size}; "
+                "use a smaller batch_size"
+            )
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"got seed={seed}, expected 0 or more, less than 2**63")
+        self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
+        self.seed, self.shuffle = seed, shuffle
+        self.device = torch.device(device)
+        self.epoch, self.position = 0, 0
+        self._transform = transform
+        self._workers, self._prefetch, self._start_method = workers, prefetch, start_method
+        self._pipeline: _Pipeline | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.dataset) // self.batch_size
+
+    def epochs(self, n: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields batches until epoch n is reached: a loader resumed in epoch 7 yields the rest of 7 and 8 to n - 1.
+
+        images float32 [B/W, C, H, W] as (x - 127.5) / 127.5 and labels int64 [B/W], on the device. `epoch` and
+        `position` already count the batch just yielded, so a state taken in the loop's body resumes after it.
+        """
+        if self._pipeline is None:
+            self._pipeline = _Pipeline(
+                self.dataset,
+                _Order(self),
+                0,
+                self.batch_size // self.world_size,
+                self.device,
+                transform=self._transform,
+                seed=self.seed,
+                workers=self._workers,
+                prefetch=self._prefetch,
+                persistent=True,
+                start_method=self._start_method,
+            )
+        while self.epoch < n:
+            if len(self.dataset) - self.position >= self.batch_size:
+                for batch in self._pipeline:
+                    self.position += self.batch_size
+                    yield batch
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop stands, in JSON's types; the same on every rank."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,  # samples of the epoch consumed by all ranks
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_samples": len(self.dataset),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to a saved place; call it before `epochs`. ValueError if the state is of another seed or data set."""
+        mine = self.state_dict()
+        if missing := mine.keys() - state.keys():
+            raise ValueError(
+                f"the loader state lacks {', '.join(sorted(missing))}; expected what state_dict() returned"
+            )
+        for key in ("seed", "shuffle", "num_samples"):
+            if state[key] != mine[key]:
+                raise ValueError(
+                    f"the loader state has {key}={state[key]}, this loader {mine[key]}: the order would differ; "
+                    "resume with the same data and seed"
+                )
+        if not (state["epoch"] >= 0 and 0 <= state["position"] <= len(self.dataset)):
+            raise ValueError(
+                f"got epoch={state['epoch']}, position={state['position']}; expected 0 <= position <= samples"
+            )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+    def close(self) -> None:
+        """Ends the worker processes; they also end with the loader, and `epochs` starts new ones."""
+        self._pipeline = None
+
+
+def batches(
+    dataset: Dataset,
+    batch_size: int,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    workers: int = 0,
+    device: str | torch.device = "cpu",
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Samples start to stop (the end) in order, the last batch as small as need be: for evaluation.
+
+    Yields images float32 [b, C, H, W] as (x - 127.5) / 127.5 and labels int64 [b]; nothing for an empty range.
+    """
+    _check_dataset(dataset)
+    stop = len(dataset) if stop is None else stop
+    if batch_size < 1:
+        raise ValueError(f"got batch_size={batch_size}, expected at least 1")
+    if not 0 <= start <= stop <= len(dataset):
+        raise ValueError(f"got the range {start} to {stop}, expected one within 0 to {len(dataset)}")
+    items = [(0, np.arange(at, min(at + batch_size, stop))) for at in range(start, stop, batch_size)]
+    if not items:
+        return iter(())
+    share = min(batch_size, stop - start)
+    return iter(_Pipeline(dataset, items, start, share, torch.device(device), workers=min(workers, len(items))))
+
+
+class _Order:
+    """The rank's part of each step, from where the loader stands to the end of its epoch."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[_Item]:
+        loader = self._loader
+        epoch, samples = loader.epoch, len(loader.dataset)
+        order = np.arange(samples, dtype=np.int32 if samples < 2**31 else np.int64)
+        if loader.shuffle:
+            bits = np.random.Philox(key=[loader.seed, _ORDER], counter=[0, 0, 0, epoch])
+            np.random.Generator(bits).shuffle(order)
+        share = loader.batch_size // loader.world_size
+        for at in range(loader.position, samples - loader.batch_size + 1, loader.batch_size):
+            first = at + loader.rank * share
+            yield epoch, order[first : first + share]
+
+
+class _Pipeline:
+    """Batches of uint8 read into slots of memory that worker processes share, and turned into floats on a device.
+
+    Only the number of a slot crosses between processes. Slots and the floats made of them are used again: at these
+    sizes the system's work of handing out fresh pages costs as much as a third of decoding.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        items: Iterable[_Item],
+        probe: int,
+        share: int,
+        device: torch.device,
+        *,
+        transform: Transform | None = None,
+        seed: int = 0,
+        workers: int = 0,
+        prefetch: int = 2,
+        persistent: bool = False,
+        start_method: str | None = None,
+    ) -> None:
+        reader = _Reader(dataset, transform, seed)
+        image_shape = reader.read(probe, 0).transpose(2, 0, 1).shape
+        # Of the batches asked for, at most workers * prefetch are not yet taken; the one just taken is still read.
+        num_slots = workers * prefetch + 1
+        reader.slots = (
+            _shared((num_slots, share, *image_shape)) if workers else torch.empty(1, share, *image_shape).byte()
+        )
+        self._reader, self._items, self._num_slots, self._device = reader, items, num_slots, device
+        self._buffers = _Buffers()
+        self._loader: DataLoader[_Read] = DataLoader(
+            reader,  # type: ignore[arg-type]
+            batch_size=None,  # the reader makes whole batches
+            sampler=_Numbered(items, num_slots),
+            collate_fn=_same,
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            persistent_workers=persistent and workers > 0,
+            multiprocessing_context=start_method if workers else None,
+            generator=torch.Generator(),  # else each epoch takes a number from the global one, and resume differs
+        )
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        labels_of = self._reader.dataset.labels
+        for slot, samples in self._loader:
+            images = self._normalise(self._reader.slots[slot, : len(samples)])
+            labels = torch.from_numpy(np.asarray(labels_of[samples], np.int64))
+            yield images, labels.to(self._device)
+
+    def _normalise(self, pixels: Tensor) -> Tensor:
+        """(x - 127.5) / 127.5 of uint8 [b, C, H, W] in float32, on the device: a quarter of the bytes travel."""
+        if self._device.type == "cpu":
+            images = self._buffers.take(tuple(pixels.shape)).copy_(pixels)
+        else:
+            if self._device.type == "cuda":
+                pixels = pixels.pin_memory()  # a copy, so that the slot is free while the transfer goes on
+            images = pixels.to(self._device, non_blocking=True).to(torch.float32)
+        return images.sub_(127.5).div_(127.5)
+
+
+class _Numbered:
+    """Items with the slot each is to be read into, in turn."""
+
+    def __init__(self, items: Iterable[_Item], num_slots: int) -> None:
+        self._items, self._num_slots = items, num_slots
+
+    def __iter__(self) -> Iterator[tuple[int, _Item]]:
+        return ((number % self._num_slots, item) for number, item in enumerate(self._items))
+
+
+class _Reader:
+    """Reads a batch into a slot, in a worker process."""
+
+    def __init__(self, dataset: Dataset, transform: Transform | None, seed: int) -> None:
+        self.dataset, self._transform = dataset, transform
+        self.slots = torch.empty(0, dtype=torch.uint8)  # [slots, b, C, H, W]
+        self._bits = np.random.Philox()
+        self._rng = np.random.Generator(self._bits)
+        self._counter = np.zeros(4, np.uint64)
+        self._state = {
+            "bit_generator": "Philox",
+            "state": {"counter": self._counter, "key": np.array([seed, _AUGMENT], np.uint64)},
+            "buffer": np.zeros(4, np.uint64),
+            "buffer_pos": 4,
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+
+    def __getitem__(self, numbered: tuple[int, _Item]) -> _Read:
+        slot, (epoch, samples) = numbered
+        into = self.slots[slot].numpy()  # [b, C, H, W]
+        for k, i in enumerate(samples.tolist()):
+            image = self.read(i, epoch).transpose(2, 0, 1)
+            if image.shape != into.shape[1:]:
+                raise RuntimeError(
+                    f"sample {i} ({self.dataset.name(i)}) has shape {image.shape} (C, H, W), others {into.shape[1:]}; "
+                    "give the data set one image_size"
+                )
+            into[k] = image
+        return slot, samples
+
+    def read(self, i: int, epoch: int) -> NDArray[np.uint8]:
+        """Sample i as the transform leaves it, uint8 [H, W, C]."""
+        try:
+            image = self.dataset[i][0]
+            if self._transform is not None:
+                image = self._transform(image, self._random(epoch, i))
+        except Exception as error:  # whatever it is, the user must learn which sample
+            what = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"sample {i} ({self.dataset.name(i)}) cannot be read: {what}") from error
+        if image.dtype != np.uint8 or image.ndim != 3:
+            raise RuntimeError(
+                f"sample {i} ({self.dataset.name(i)}) is {image.dtype} {image.shape}, expected uint8 (H, W, C)"
+            )
+        return image
+
+    def _random(self, epoch: int, i: int) -> np.random.Generator:
+        """The generator of a sample in an epoch; resetting one costs a quarter of making one."""
+        self._counter[2], self._counter[3] = epoch, i
+        self._bits.state = self._state
+        return self._rng
+
+
+class _Buffers:
+    """Float arrays handed out as tensors, and again once nothing holds the tensor's memory any more.
+
+    A tensor made by from_numpy keeps a reference to its array as long as its storage lives, whoever holds that (a
+    view, autograd): the array's reference count tells.
+    """
+
+    def __init__(self, kept: int = 4) -> None:
+        self._kept = kept
+        self._arrays: list[NDArray[np.float32]] = []
+        self._free_count = -1
+
+    def take(self, shape: tuple[int, ...]) -> Tensor:
+        for k, count in enumerate(map(self._count, range(len(self._arrays)))):
+            if count == self._free_count and self._arrays[k].shape == shape:
+                return torch.from_numpy(self._arrays[k])
+        if len(self._arrays) == self._kept:
+            return torch.empty(shape)
+        self._arrays.append(np.empty(shape, np.float32))
+        self._free_count = self._count(-1)
+        return torch.from_numpy(self._arrays[-1])
+
+    def _count(self, k: int) -> int:
+        return sys.getrefcount(self._arrays[k])
+
+
+def _shared(shape: tuple[int, ...]) -> Tensor:
+    """Memory that worker processes can write to. ValueError where the system's share of it is too small."""
+    size, where = math.prod(shape), "/dev/shm"
+    if os.path.isdir(where) and (free := shutil.disk_usage(where).free) < size:
+        raise ValueError(
+            f"the loader's workers need {size / 2**20:.0f} MiB of shared memory, {where} has {free / 2**20:.0f} MiB free; "
+            "use fewer workers or a smaller prefetch, or start the container with a larger --shm-size"
+        )
+    return torch.empty(shape, dtype=torch.uint8).share_memory_()
+
+
+def _same(item: _Read) -> _Read:
+    return item
+
+
+def _check_dataset(dataset: Dataset) -> None:
+    labels = dataset.labels
+    if not isinstance(labels, np.ndarray) or labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        kind = f"{labels.dtype} {labels.shape}" if isinstance(labels, np.ndarray) else type(labels).__name__
+        raise ValueError(f"got labels as {kind}, expected a one-dimensional numpy array of integers; convert them")
+    if len(labels) != len(dataset):
+        raise ValueError(f"got {len(labels)} labels for {len(dataset)} samples, expected as many")
+    if len(labels) == 0:
+        raise ValueError("the data set is empty")
+    low, high = int(labels.min()), int(labels.max())
+    if low < -1 or high >= dataset.num_classes:
+        raise ValueError(
+            f"got labels from {low} to {high} with num_classes={dataset.num_classes}, "
+            f"expected 0 to {dataset.num_classes - 1}, or -1 to ignore a sample"
+        )

@@ -1,0 +1,123 @@
+"""The class-parallel margin head: a cosine classifier whose classes are split over the ranks of a communicator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plsc.comm import Communicator
+from plsc.nn.class_parallel import IGNORE, ClassParallelModule, check_batch, check_labels, mean_over_valid
+from plsc.nn.margins import ArcFace, Margin
+from plsc.ops.cross_entropy import Problem, Scoring, sharded_cross_entropy
+from plsc.ops.optim import RowOptimizer
+from plsc.ops.packing import gather_packed
+from plsc.ops.sampling import sample_classes
+from plsc.ops.topk import class_topk
+
+
+class ClassParallelHead(ClassParallelModule):
+    """Margin softmax over classes split between ranks; called as `loss = head(embeddings, labels)`.
+
+    The loss is the mean over this rank's own samples (label -1 is ignored), the objective is the mean over ranks:
+    with backbone gradients averaged over ranks (DDP or plsc's Reducer) every world size takes the same step.
+
+    Args:
+        embedding_size: D.  num_classes: C, over all ranks.
+        margin: ArcFace(), CosFace(), ... (plsc.nn.margins).
+        comm: the ranks that share the classes; default plsc.comm.world().
+        sample_rate: share of the classes that take part in a training step; positives always do (partial FC).
+        sub_centers: K centres a class, the nearest counts (Deng et al., ECCV 2020); weight is then [C_local, K, D].
+        filter_threshold: negatives with a larger cosine count as cosine 0 (inter-class filtering of partial FC).
+        head_optimizer: plsc.SGD/AdamW/LARS: updates the rows that took part inside the backward pass. The weight's
+            `.grad` then stays None, and unsampled rows and their state stay untouched; a torch optimizer over the whole
+            weight would move them by weight decay and momentum.
+        seed: initial centres and class sampling depend on (seed, class id, step) alone, never on the rank.
+        block: classes of one pass, by default from a memory budget.
+        cache_mb: exponentials kept for the backward at most (MiB); the rest is computed anew.
+    """
+
+    def __init__(
+        self,
+        embedding_size: int,
+        num_classes: int,
+        *,
+        margin: Margin | None = None,
+        comm: Communicator | None = None,
+        sample_rate: float = 1.0,
+        sub_centers: int = 1,
+        filter_threshold: float | None = None,
+        head_optimizer: RowOptimizer | None = None,
+        seed: int = 0,
+        block: int | None = None,
+        cache_mb: float = 256.0,
+    ) -> None:
+        super().__init__(
+            embedding_size, num_classes, comm=comm, sub_centers=sub_centers, sample_rate=sample_rate,
+            head_optimizer=head_optimizer, seed=seed, block=block, cache_mb=cache_mb,
+        )
+        if filter_threshold is not None and not -1.0 < filter_threshold <= 1.0:
+            raise ValueError(f"filter_threshold is {filter_threshold}, expected a cosine in (-1, 1]")
+        self.margin = ArcFace() if margin is None else margin
+        self.filter_threshold = filter_threshold
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss over this rank's samples, a scalar.
+
+        Args:
+            embeddings: [B, D] floats of any length (they are normalised here); labels: [B] int64 in [0, C), or -1.
+                B is the same on all ranks.
+        """
+        losses, everyone = self._losses(embeddings, labels)
+        return mean_over_valid(losses, everyone, self.comm)
+
+    def losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Loss of each of this rank's samples [B], 0 where ignored; for weights a sample or other reductions."""
+        return self._losses(embeddings, labels)[0]
+
+    def _losses(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses of this rank's samples [B] and the labels of all ranks [N]."""
+        check_batch(embeddings, labels, self.embedding_size, self.comm)
+        margin, dtype = self.margin, self.weight.dtype
+        training = self.training and torch.is_grad_enabled()
+        unit, norms = normalize(embeddings.to(dtype))
+        wire = unit.to(embeddings.dtype) if embeddings.dtype in (torch.float16, torch.bfloat16) else unit
+        x, y, all_norms = gather_packed([wire, labels, norms], self.comm)  # [N, D], [N], [N]
+        check_labels(y, self.num_classes, self.comm)
+        rows, place = None, self._place(y)
+        if training and self.sample_rate < 1.0:
+            step = int(self.num_steps)
+            rows, place = sample_classes(y, self.shard, rate=self.sample_rate, seed=self.seed, step=step)
+        if training:
+            self.num_steps += 1
+        scoring = Scoring(
+            scale=margin.scale, target=margin.target, others=margin.others if margin.moves_others else None,
+            bound=max(margin.bound, 1.0), filter_threshold=self.filter_threshold,
+        )
+        problem = Problem(
+            comm=self.comm, scoring=scoring, x=x.to(dtype), place=place,
+            norms=all_norms if margin.needs_norms else None, num_classes=self.num_classes,
+            grad_scale=1.0 / self.comm.world_size, rows=rows, block=self._block_for(len(x)),
+            cache_bytes=int(self.cache_mb * 2**20), optimizer=self.head_optimizer, state=self.row_state(),
+            observe=(lambda own: self._observe(own, y, all_norms)) if training else None, workspace=self.workspace,
+        )
+        loss = sharded_cross_entropy(unit, norms if margin.needs_norms else None, self.weight, None, problem)
+        extra = margin.regularizer(norms)
+        return torch.where(labels == IGNORE, 0.0, loss if extra is None else loss + extra), y
+
+    def _observe(self, own: Tensor | None, labels: Tensor, norms: Tensor) -> None:
+        """Lets the margin update its running statistics, from the valid samples of the global batch."""
+        valid = labels != IGNORE
+        if bool(valid.any()):
+            self.margin.update(norms[valid] if own is None else own[valid], norms[valid])
+
+    @torch.no_grad()
+    def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k nearest classes: cosines [B, k] and global class ids [B, k]; all ranks call it with the same B."""
+        unit, _ = normalize(embeddings.to(self.weight.dtype))
+        return class_topk(unit, self.weight, k, comm=self.comm, shard=self.shard)
+
+
+def normalize(embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    """Unit rows [B, D] and their former lengths [B]; a zero row stays zero and gets no gradient."""
+    norms = torch.linalg.vector_norm(embeddings, dim=1)
+    return embeddings / torch.where(norms > 0, norms, torch.inf)[:, None], norms

@@ -1,0 +1,77 @@
+"""A plain softmax classifier (weights and bias, no margin) whose classes are split over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from plsc.comm import Communicator, mark
+from plsc.nn.class_parallel import IGNORE, ClassParallelModule, check_batch, check_labels, mean_over_valid
+from plsc.ops.cross_entropy import Problem, Scoring, sharded_cross_entropy
+from plsc.ops.packing import gather_packed
+from plsc.ops.topk import class_topk
+
+
+class ClassParallelLinear(ClassParallelModule):
+    """Linear layer and softmax cross-entropy over classes split between ranks: `loss = classifier(features, labels)`.
+
+    Logits are x @ weight.T + bias, as torch.nn.Linear with cross_entropy; the gradient law is ClassParallelHead's.
+
+    Args:
+        embedding_size: D.  num_classes: C, over all ranks.  bias: one number a class.
+        std: spread of the initial weights, N(0, std); default 1 / sqrt(D).
+        comm, seed, block, cache_mb: as ClassParallelHead.
+    """
+
+    def __init__(
+        self,
+        embedding_size: int,
+        num_classes: int,
+        *,
+        bias: bool = True,
+        comm: Communicator | None = None,
+        std: float | None = None,
+        seed: int = 0,
+        block: int | None = None,
+        cache_mb: float = 256.0,
+    ) -> None:
+        std = max(embedding_size, 1) ** -0.5 if std is None else std
+        super().__init__(embedding_size, num_classes, comm=comm, std=std, seed=seed, block=block, cache_mb=cache_mb)
+        self.register_parameter("bias", nn.Parameter(torch.zeros(self.shard.size)) if bias else None)
+        self.bias: nn.Parameter | None
+        self._mark()
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss over this rank's samples, a scalar. embeddings: [B, D]; labels: [B] int64 in [0, C), or -1."""
+        losses, everyone = self._losses(embeddings, labels)
+        return mean_over_valid(losses, everyone, self.comm)
+
+    def losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Loss of each of this rank's samples [B], 0 where ignored."""
+        return self._losses(embeddings, labels)[0]
+
+    def _losses(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        check_batch(embeddings, labels, self.embedding_size, self.comm)
+        x, y = gather_packed([embeddings, labels], self.comm)  # [N, D], [N]
+        check_labels(y, self.num_classes, self.comm)
+        if self.training and torch.is_grad_enabled():
+            self.num_steps += 1
+        problem = Problem(
+            comm=self.comm, scoring=Scoring(normalize=False, bound=torch.inf), x=x.to(self.weight.dtype),
+            place=self._place(y), norms=None, num_classes=self.num_classes, grad_scale=1.0 / self.comm.world_size,
+            block=self._block_for(len(x)), cache_bytes=int(self.cache_mb * 2**20), workspace=self.workspace,
+        )
+        local = embeddings.to(self.weight.dtype)
+        loss = sharded_cross_entropy(local, None, self.weight, self.bias, problem)
+        return torch.where(labels == IGNORE, 0.0, loss), y
+
+    @torch.no_grad()
+    def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k most likely classes: logits [B, k] and global class ids [B, k]; all ranks call it with the same B."""
+        x = embeddings.to(self.weight.dtype)
+        return class_topk(x, self.weight, k, comm=self.comm, shard=self.shard, bias=self.bias, normalize=False)
+
+    def _mark(self) -> None:
+        super()._mark()
+        if getattr(self, "bias", None) is not None:
+            mark(self.bias, self.shard)

@@ -1,0 +1,1 @@
+"""Recipes: TOML files, each a whole run; package data."""

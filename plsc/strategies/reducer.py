@@ -1,0 +1,331 @@
+"""Averages the gradients of replicated parameters over the ranks while the backward pass still runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plsc.comm import Communicator, Work, shard_of
+
+REDUCE_DTYPES = ("fp32", "bf16")
+ALIGN = 64  # bytes; a slot starts on a cache line, and vector loads of every width stay inside it
+
+
+@dataclass
+class _Slot:
+    """Where the gradient of one parameter lives."""
+
+    index: int  # place of the parameter in the order of registration
+    param: nn.Parameter
+    bucket: _Bucket
+    view: Tensor  # of the parameter's shape and strides, inside bucket.flat
+    address: int
+
+
+@dataclass
+class _Bucket:
+    """Gradients that travel together."""
+
+    flat: Tensor  # [slots and the gaps between them]; gaps stay zero
+    wire: torch.dtype
+    slots: list[_Slot] = field(default_factory=list)
+    pending: set[int] = field(default_factory=set)  # parameters whose gradient has not come in this backward
+    work: Work[Tensor] | None = None
+
+
+class Reducer:
+    """Replaces each gradient by its mean over the ranks: backward as usual, then finish(), then optimizer.step().
+
+    Gradients are views of flat buckets whose layout depends on the parameters and the arguments alone and never
+    changes, and buckets travel in layout order: the same run gives the same bits, also after a restart. Parameters
+    that bear a Shard mark and frozen ones are left alone. Gradients that were not zeroed are added to, as ever.
+
+    Bucket launches take their place among the other verbs of `comm`, by the order of the backward pass. Where ranks may
+    use different parameters in a step and other verbs run inside the backward (SyncBatchNorm, a class-parallel head),
+    give the Reducer a communicator of its own: comm.split([range(comm.world_size)]).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        comm: Communicator,
+        *,
+        bucket_mb: float = 25.0,
+        first_bucket_mb: float = 1.0,
+        reduce_dtype: str = "fp32",
+    ) -> None:
+        """Collective: the ranks compare what they are going to average.
+
+        Args:
+            params: module.parameters(), on their final device and in their final dtype.
+            bucket_mb, first_bucket_mb: MiB a bucket is filled to; the first is small so that sending begins early.
+            reduce_dtype: what travels. "fp32": the gradients' own dtype, float32 for half-precision ones;
+                "bf16": bfloat16, divided by the number of ranks before it is rounded.
+        """
+        if not bucket_mb > 0 or not first_bucket_mb > 0:
+            raise ValueError(f"got bucket_mb={bucket_mb}, first_bucket_mb={first_bucket_mb}, expected both > 0")
+        if reduce_dtype not in REDUCE_DTYPES:
+            raise ValueError(f"reduce_dtype: got {reduce_dtype!r}, expected one of {', '.join(REDUCE_DTYPES)}")
+        self.comm = comm
+        self.sync = True  # False: gradients only pile up, as inside accumulate()
+        self.bucket_mb, self.first_bucket_mb, self.reduce_dtype = bucket_mb, first_bucket_mb, reduce_dtype
+        kept = replicated(params)
+        self.layout = plan_buckets(kept, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb)
+        agree(comm, [f"{tuple(p.shape)} {p.dtype}" for p in kept] + [str(self.state_dict())], "parameters to average")
+        self._buckets = [_fill(kept, indices, self._wire(kept[indices[0]])) for indices in self.layout]
+        self._next = 0  # the first bucket not launched yet
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        self._handles: list[Any] = []
+        for slot in self._slots:
+            self._handles.append(slot.param.register_hook(_refuse_sparse(slot)))
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(self._hook(slot)))
+        self.zero_grad()
+
+    def finish(self) -> None:
+        """After the backward: sends what was not sent yet, waits, and leaves the mean gradient in every .grad.
+
+        A parameter that was not used counts as zero; used on no rank, its .grad is zeros.
+        """
+        if not self.sync:
+            raise RuntimeError("finish() while sync is off would average nothing; call it outside accumulate()")
+        for bucket in self._buckets[self._next :]:
+            for slot in bucket.slots:
+                _adopt(slot)
+            self._launch(bucket)
+        for bucket in self._buckets:
+            assert bucket.work is not None
+            bucket.work.wait()
+        self._attach()
+        self._reset()
+
+    def zero_grad(self) -> None:
+        """Zeros all gradients, which stay views of the buckets; also clears up after a backward that failed half-way.
+
+        optimizer.zero_grad() does as well: gradients it sets to None are copied into their bucket when they come.
+        """
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+            bucket.flat.zero_()
+        self._attach()
+        self._reset()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes in here add to the gradients and communicate nothing; the last one belongs outside."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters it averages."""
+        return [slot.param for slot in self._slots]
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that one finish() hands to all_reduce on this rank; 0 in a world of one."""
+        if self.comm.world_size == 1:
+            return 0
+        return sum(bucket.flat.numel() * bucket.wire.itemsize for bucket in self._buckets)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of summation depends on, JSON-able: a run that resumes bit for bit has the same."""
+        return {
+            "bucket_mb": self.bucket_mb,
+            "first_bucket_mb": self.first_bucket_mb,
+            "reduce_dtype": self.reduce_dtype,
+            "layout": self.layout,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError unless this Reducer averages in the way the saved one did; there is nothing to restore."""
+        for key, value in self.state_dict().items():
+            if state.get(key) != value:
+                raise ValueError(
+                    f"Reducer: got {key} {state.get(key)!r} in the checkpoint, expected {value!r}; "
+                    "build it with the saved settings, or do not load its state and accept other rounding"
+                )
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters; their gradients keep the memory they have."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _wire(self, param: nn.Parameter) -> torch.dtype:
+        if self.reduce_dtype == "bf16":
+            return torch.bfloat16
+        return torch.promote_types(param.dtype, torch.float32)
+
+    def _hook(self, slot: _Slot) -> Callable[[Tensor], None]:
+        """What autograd calls when the gradient of the slot's parameter has been added up."""
+
+        def ready(param: Tensor) -> None:
+            if slot.bucket.work is not None:
+                raise RuntimeError(
+                    f"{_name(slot)} got another gradient after its bucket was sent; call finish() after each backward, "
+                    "and where several belong to one step run all but the last inside accumulate()"
+                )
+            _adopt(slot)
+            if self.sync:
+                slot.bucket.pending.discard(slot.index)
+                while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+                    self._launch(self._buckets[self._next])
+
+        return ready
+
+    def _launch(self, bucket: _Bucket) -> None:
+        """Starts the averaging of a bucket; divides before it narrows, so that no sum overflows the narrower dtype."""
+        self._next += 1
+        flat, size = bucket.flat, self.comm.world_size
+        if size == 1:
+            bucket.work = Work.done(flat)
+        elif bucket.wire == flat.dtype:
+            bucket.work = self.comm.all_reduce(flat.div_(size))
+        else:
+            wider = torch.promote_types(bucket.wire, flat.dtype)
+            bucket.work = self.comm.all_reduce(flat.to(wider).div_(size).to(bucket.wire)).then(flat.copy_)
+
+    def _attach(self) -> None:
+        for slot in self._slots:
+            _check_place(slot)
+            if slot.param.grad is not slot.view:
+                slot.param.grad = slot.view
+
+    def _reset(self) -> None:
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.work = None
+            bucket.pending.update(slot.index for slot in bucket.slots)
+
+
+def replicated(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The trainable parameters that are whole on every rank, each once, in the order given."""
+    kept: dict[int, nn.Parameter] = {}
+    for param in params:
+        if not isinstance(param, Tensor):
+            raise ValueError(f"got {type(param).__name__} among the parameters; pass module.parameters()")
+        if not param.requires_grad or shard_of(param) is not None:
+            continue
+        if not param.is_floating_point() or not param.is_leaf:
+            raise ValueError(f"got a tensor of {param.dtype}, leaf={param.is_leaf}; expected floating-point parameters")
+        kept[id(param)] = param
+    return list(kept.values())
+
+
+def plan_buckets(params: Sequence[nn.Parameter], *, bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:
+    """Buckets as lists of indices into params, in the order they are sent.
+
+    Last registered, first in: about the order in which the backward pass finishes gradients. A bucket holds one dtype
+    on one device and closes once it has reached its size; buckets are sorted by the parameter that completes them.
+    """
+    closed: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for index in reversed(range(len(params))):
+        param = params[index]
+        key = (param.dtype, param.device)
+        indices, size = filling.pop(key, ([], 0))
+        indices.append(index)
+        size += _aligned(param) * param.element_size()
+        if size >= (bucket_mb if closed else first_bucket_mb) * 2**20:
+            closed.append(indices)
+        else:
+            filling[key] = indices, size
+    closed.extend(indices for indices, _ in filling.values())
+    return sorted(closed, key=lambda indices: -indices[-1])
+
+
+def broadcast_parameters(module: nn.Module, comm: Communicator) -> None:
+    """Gives every rank the parameters and buffers of rank 0; cut parameters keep their own values."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    whole = {name: x.detach() for name, x in named if shard_of(x) is None}
+    agree(comm, [f"{name} {tuple(x.shape)} {x.dtype}" for name, x in whole.items()], "parameters and buffers")
+    for work in [comm.broadcast(x) for x in whole.values()]:
+        work.wait()
+
+
+def agree(comm: Communicator, lines: Sequence[str], what: str) -> None:
+    """Raises ValueError on every rank unless all ranks have the same lines; names the first line that differs."""
+    if comm.world_size == 1:
+        return
+    digests = comm.gather_objects(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    everybody: list[list[str]] = comm.gather_objects(list(lines))
+    other = next(rank for rank, theirs in enumerate(everybody) if theirs != everybody[0])
+    first, theirs = everybody[0], everybody[other]
+    at = next((i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b), min(len(first), len(theirs)))
+    got = [side[at] if at < len(side) else "nothing" for side in (first, theirs)]
+    raise ValueError(
+        f"{what} differ between ranks: at place {at} rank 0 has {got[0]}, rank {other} has {got[1]}; "
+        "build the same model with the same settings on every rank"
+    )
+
+
+def _aligned(param: Tensor) -> int:
+    """Elements a slot takes, rounded up to whole lines."""
+    line = ALIGN // param.element_size()
+    return -(-param.numel() // line) * line
+
+
+def _fill(params: Sequence[nn.Parameter], indices: Sequence[int], wire: torch.dtype) -> _Bucket:
+    """A bucket of zeros with one slot for each of the parameters that `indices` names."""
+    first = params[indices[0]]
+    size = sum(_aligned(params[index]) for index in indices)
+    bucket, offset = _Bucket(torch.zeros(size, dtype=first.dtype, device=first.device), wire), 0
+    for index in indices:
+        param = params[index]
+        # The parameter's own strides where it is dense (channels_last too): optimizers then take their fast path.
+        strides = torch.empty_like(param, device="meta").stride()
+        view = bucket.flat.as_strided(param.shape, strides, offset)
+        bucket.slots.append(_Slot(index, param, bucket, view, view.data_ptr()))
+        offset += _aligned(param)
+    return bucket
+
+
+def _adopt(slot: _Slot) -> None:
+    """Sees to it that the gradient is in the bucket: a foreign one is copied in, a missing one is zero."""
+    _check_place(slot)
+    grad = slot.param.grad
+    if grad is slot.view:
+        return
+    if grad is None:
+        slot.view.zero_()
+    else:
+        slot.view.copy_(grad.detach())
+    slot.param.grad = slot.view
+
+
+def _check_place(slot: _Slot) -> None:
+    param, view = slot.param, slot.view
+    if view.data_ptr() != slot.address or param.dtype != view.dtype or param.device != view.device:
+        raise RuntimeError(
+            f"{_name(slot)} was moved or cast after the Reducer was built (now {param.dtype} on {param.device}); "
+            "call .to() first and build the Reducer last"
+        )
+
+
+def _refuse_sparse(slot: _Slot) -> Callable[[Tensor | None], None]:
+    """Looks at a gradient before autograd adds it to the bucket, where a sparse one would become dense unnoticed."""
+
+    def check(grad: Tensor | None) -> None:
+        if grad is not None and grad.layout != torch.strided:
+            raise ValueError(
+                f"{_name(slot)} got a gradient of layout {grad.layout}, expected a dense one; use sparse=False in the "
+                "embedding, or keep the parameter out of the Reducer"
+            )
+
+    return check
+
+
+def _name(slot: _Slot) -> str:
+    return f"parameter {slot.index} of the Reducer (shape {list(slot.param.shape)})"

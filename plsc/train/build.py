@@ -1,0 +1,171 @@
+"""What a config asks for, built: data sets, evaluation sets, backbone, head, optimizer, schedule."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+
+from plsc.comm import Communicator
+from plsc.data import Augment, Dataset, Glyphs, ImageFolder, ImageList, Pairs, Synthetic, make_pairs, read_pairs
+from plsc.models import build as build_model
+from plsc.nn import MARGINS, ClassParallelHead, ClassParallelLinear, Margin
+from plsc.ops import LARS, SGD, AdamW, RowOptimizer
+from plsc.strategies import Schedule, build_optimizer, param_groups
+from plsc.train.config import Config, DataConfig, OptimConfig, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+Head = ClassParallelHead | ClassParallelLinear
+Progress = Callable[[int, int], None]
+KINDS = ("glyphs", "folder", "list", "synthetic")
+
+
+def build_data(config: DataConfig, *, seed: int, split: str = "train", progress: Progress | None = None) -> Dataset:
+    """The data set a config names. split: "train", or "test" for the classes that glyphs keep for evaluation."""
+    size, channels = config.image_size, config.channels
+    data: Dataset
+    if config.kind == "glyphs":
+        data = Glyphs(
+            image_size=size, channels=channels, fonts=config.fonts, min_faces=config.min_faces, split=split,
+            test_share=config.held_out, seed=seed, progress=progress,
+        )
+    elif config.kind == "folder":
+        data = ImageFolder(config.path, image_size=size, channels=channels)
+    elif config.kind == "list":
+        classes = config.num_classes or None
+        root = config.root or None
+        data = ImageList(config.path, root=root, image_size=size, channels=channels, num_classes=classes)
+    elif config.kind == "synthetic":
+        classes = config.num_classes or 1000
+        data = Synthetic(
+            config.num_samples, classes, image_size=size, channels=channels, labels=config.labels, seed=seed
+        )
+    elif ":" in config.kind:
+        data = import_attr(config.kind, "data.kind")(config.path, image_size=size, channels=channels)
+    else:
+        raise ValueError(
+            f"data.kind is {config.kind!r}{did_you_mean(config.kind, KINDS)}; expected one of {', '.join(KINDS)}, "
+            'or "module:attr"'
+        )
+    return data
+
+
+def num_classes(config: Config, data: Dataset) -> int:
+    """Classes of the head: the data's, unless data.num_classes asks for more."""
+    asked = config.data.num_classes
+    if asked and asked < data.num_classes:
+        raise ValueError(
+            f"data.num_classes is {asked} but the data has labels up to {data.num_classes - 1}; expected at least "
+            f"{data.num_classes}, or 0 to take the data's"
+        )
+    return asked or data.num_classes
+
+
+def build_eval(config: Config, train: Dataset) -> tuple[Dataset, Pairs | None]:
+    """The evaluation set and, for verification, its pairs."""
+    ask = config.eval
+    if ask.kind or ask.path:
+        source = replace(config.data, kind=ask.kind or config.data.kind, path=ask.path)
+        data = build_data(source, seed=config.seed, split="test")
+    elif config.data.kind == "glyphs" and ask.task == "verification":
+        data = build_data(config.data, seed=config.seed, split="test")
+    else:
+        data = train
+        if ask.task == "verification":
+            logger.warning("verification uses the TRAINING images: no eval.path is given; the figure says nothing new")
+    if ask.task != "verification":
+        return data, None
+    if ask.pairs:
+        return data, read_pairs(ask.pairs, [data.name(i) for i in range(len(data))])
+    return data, make_pairs(np.asarray(data.labels), num_pairs=ask.num_pairs, folds=ask.folds, seed=config.seed)
+
+
+def build_transform(config: DataConfig) -> Augment | None:
+    return Augment(flip=config.flip, crop=config.crop) if config.flip or config.crop else None
+
+
+def build_backbone(config: Config) -> nn.Module:
+    data, model = config.data, config.model
+    return build_model(
+        model.backbone, model.embedding_size, image_size=data.image_size, in_channels=data.channels
+    )
+
+
+def build_head(config: Config, classes: int, comm: Communicator) -> Head:
+    """The class-parallel head, or the plain softmax classifier for margin = "linear"."""
+    ask, size = config.head, config.model.embedding_size
+    if ask.margin == "linear":
+        if ask.sample_rate != 1.0 or ask.sub_centers != 1 or ask.fused or ask.filter_threshold is not None:
+            raise ValueError("head.margin 'linear' takes no sample_rate, sub_centers, fused or filter_threshold")
+        return ClassParallelLinear(size, classes, comm=comm, seed=config.seed, cache_mb=ask.cache_mb)
+    return ClassParallelHead(
+        size, classes, margin=build_margin(ask.margin, ask.margin_args), comm=comm, sample_rate=ask.sample_rate,
+        sub_centers=ask.sub_centers, filter_threshold=ask.filter_threshold, seed=config.seed, cache_mb=ask.cache_mb,
+        head_optimizer=build_row_optimizer(config.optim) if ask.fused else None,
+    )
+
+
+def build_margin(name: str, args: dict[str, Any]) -> Margin:
+    """A margin by name, or a user's "module:Class", with its arguments checked by name."""
+    if ":" in name:
+        kind = import_attr(name, "head.margin")
+    elif name in MARGINS:
+        kind = MARGINS[name]
+    else:
+        known = [*MARGINS, "linear"]
+        raise ValueError(f"head.margin is {name!r}{did_you_mean(name, known)}; expected one of {', '.join(known)}")
+    names = list(inspect.signature(kind).parameters)
+    for key in args:
+        if key not in names:
+            raise ValueError(f"head.margin_args: unknown {key!r}{did_you_mean(key, names)}; {name} takes {', '.join(names)}")
+    made = kind(**args)
+    if not isinstance(made, Margin):
+        raise ValueError(f"head.margin {name!r} made a {type(made).__name__}, expected a plsc.Margin")
+    return made
+
+
+def build_row_optimizer(config: OptimConfig) -> RowOptimizer:
+    """The row optimizer that steps as the torch optimizer of the same name."""
+    if config.name == "sgd":
+        return SGD(config.lr, config.weight_decay, momentum=config.momentum, nesterov=config.nesterov)
+    if config.name == "adamw":
+        return AdamW(config.lr, config.weight_decay, betas=config.betas)
+    return LARS(config.lr, config.weight_decay, momentum=config.momentum)
+
+
+def build_optim(config: Config, *modules: nn.Module) -> Optimizer:
+    """The optimizer of backbone and head; the weight of a fused head updates itself and stays out."""
+    ask = config.optim
+    if config.head.fused:
+        modules = modules[:-1]
+    groups = param_groups(*modules, weight_decay=ask.weight_decay)
+    return build_optimizer(
+        ask.name, groups, lr=ask.lr, momentum=ask.momentum, nesterov=ask.nesterov, weight_decay=ask.weight_decay,
+        betas=ask.betas,
+    )
+
+
+def build_schedule(config: Config, total_steps: int, steps_per_epoch: float) -> Schedule:
+    ask = config.optim
+    return Schedule(
+        ask.schedule, total_steps, warmup_steps=min(round(ask.warmup_epochs * steps_per_epoch), total_steps),
+        power=ask.power, milestones=tuple(round(epoch * steps_per_epoch) for epoch in ask.milestones),
+        gamma=ask.gamma, final=ask.final,
+    )
+
+
+def import_attr(spec: str, what: str) -> Any:
+    """The object that "package.module:attr" names; ValueError says what is missing."""
+    module_name, _, attr = spec.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attr)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{what} is {spec!r}: {error}; expected an importable \"package.module:name\"") from error

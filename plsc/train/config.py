@@ -1,0 +1,223 @@
+"""A run as data: frozen dataclasses, read from a TOML recipe, overridden by flags, saved beside the run's results."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+
+from plsc.fleet import Strategy
+
+RECIPES = "plsc.recipes"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on.
+
+    kind: "glyphs" (rendered from installed fonts), "folder" (path/NAME/*.jpg, or a .zip of it), "list" (a file of
+    `path label` lines), "synthetic", or "module:attr", called as attr(path, image_size=, channels=) for a Dataset.
+    """
+
+    kind: str = "folder"
+    path: str = ""
+    root: str = ""  # folder that a list's relative paths start at; default: the list's own
+    image_size: int = 112
+    channels: int = 3
+    num_classes: int = 0  # 0: as many as the data has
+    workers: int = 1  # reading processes a rank
+    flip: bool = True
+    crop: int = 0  # random shift of up to this many pixels
+    fonts: str = "matplotlib"  # glyphs: or "system", or a folder of fonts
+    min_faces: int = 8  # glyphs: a character must stand in this many font faces
+    held_out: float = 0.15  # glyphs: share of the characters kept for evaluation, never trained on
+    num_samples: int = 10_000  # synthetic
+    labels: str = "uniform"  # synthetic: or "zipf"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The backbone: a name of plsc.models, or "module:attr" called as attr(embedding_size, image_size=, in_channels=)."""
+
+    backbone: str = "iresnet50"
+    embedding_size: int = 512
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The classifier. margin: a name of plsc.nn.MARGINS, "module:Class", or "linear" for plain softmax with a bias."""
+
+    margin: str = "arcface"
+    margin_args: dict[str, Any] = field(default_factory=dict)  # arguments of the margin's class, such as scale
+    sample_rate: float = 1.0
+    sub_centers: int = 1
+    filter_threshold: float | None = None
+    fused: bool = False  # update sampled rows inside the backward, others stay untouched
+    cache_mb: float = 256.0
+    extend_classes: bool = False  # on resume: more classes than the checkpoint has are allowed, new rows start fresh
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning rate. Norms and biases never decay."""
+
+    name: str = "sgd"  # sgd | adamw | lars
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 5e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    schedule: str = "polynomial"  # polynomial | cosine | step | constant
+    warmup_epochs: float = 0.0
+    power: float = 1.0
+    milestones: tuple[float, ...] = ()  # epochs
+    gamma: float = 0.1
+    final: float = 0.0
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """What to measure. task: "verification" (pairs), "classification" (top-1/top-5 of trained classes) or "none"."""
+
+    task: str = "verification"
+    kind: str = ""  # as data.kind; empty: the training data's held-out part
+    path: str = ""
+    pairs: str = ""  # LFW-style pairs.txt; empty: pairs drawn from the labels
+    num_pairs: int = 6000
+    folds: int = 10
+    batch_size: int = 128
+    flip: bool = True
+    every: int = 0  # epochs between evaluations; 0: at the end only
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    seed: int = 0
+    epochs: int = 20
+    max_steps: int = 0  # 0: no limit
+    batch_size: int = 128  # of one optimizer step, over all ranks
+    log_every: int = 20  # steps
+    save_every: int = 0  # steps; 0: once an epoch
+    keep: int = 3  # checkpoints kept
+    out: str = "runs/run"  # where everything is written
+    resume: bool = True  # continue from the newest checkpoint in `out`, if there is one
+    nproc: int = 1  # ranks started on this machine
+    timeout: float = 600.0  # seconds a rank waits for the others before the run stops
+    export: bool = True  # ONNX, class centres and embeddings at the end
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    strategy: Strategy = field(default_factory=Strategy)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "log_every", "keep", "nproc"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        for name in ("epochs", "max_steps", "save_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 0")
+        _one_of("eval.task", self.eval.task, ("verification", "classification", "none"))
+
+
+def list_recipes() -> list[str]:
+    """Names of the shipped recipes."""
+    files = (entry.name for entry in resources.files(RECIPES).iterdir())
+    return sorted(name[:-5] for name in files if name.endswith(".toml"))
+
+
+def load_recipe(recipe: str) -> Config:
+    """A Config from a shipped recipe's name or the path of a TOML file."""
+    path = Path(recipe)
+    if path.suffix == ".toml" or path.is_file():
+        if not path.is_file():
+            raise ValueError(f"recipe file {recipe} does not exist; shipped recipes: {', '.join(list_recipes())}")
+        text = path.read_text(encoding="utf-8")
+    else:
+        names = list_recipes()
+        if recipe not in names:
+            raise ValueError(f"no recipe {recipe!r}{did_you_mean(recipe, names)}; shipped recipes: {', '.join(names)}")
+        text = resources.files(RECIPES).joinpath(f"{recipe}.toml").read_text(encoding="utf-8")
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"recipe {recipe} is not valid TOML: {error}") from error
+    return from_dict(Config, values, where=f"recipe {recipe}")
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str) -> T:
+    """Builds a config dataclass from nested tables; unknown keys and wrong types are errors that name the key."""
+    types = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    made = {}
+    for key, value in values.items():
+        if key not in names:
+            raise ValueError(f"{where}: unknown key {key!r}{did_you_mean(key, names)}; known: {', '.join(names)}")
+        made[key] = _convert(types[key], value, f"{where}: {key}", where)
+    try:
+        return cls(**made)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain values, None left out (TOML has none)."""
+    made: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            made[f.name] = to_dict(value)
+        elif value is not None:
+            made[f.name] = list(value) if isinstance(value, tuple) else value
+    return made
+
+
+def dump(config: Config) -> str:
+    """The whole resolved run as TOML that load_recipe reads back to an equal Config."""
+    return tomli_w.dumps(to_dict(config))
+
+
+def _convert(kind: Any, value: Any, name: str, where: str) -> Any:
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} is {value!r}, expected a table")
+        return from_dict(kind, value, where=f"{where} [{name.rpartition(' ')[2]}]")
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if type(None) in args:
+        kind, origin = args[0], None
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{name} is {value!r}, expected a list")
+        return tuple(_convert(args[0], entry, name, where) for entry in value)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name} is {value!r}, expected a table")
+        return dict(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} is {value!r}, expected {kind.__name__}")
+    return value
+
+
+def did_you_mean(name: str, known: typing.Sequence[str]) -> str:
+    """A suggestion to append to an error, empty when nothing known is close."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}{did_you_mean(value, known)}; expected one of {', '.join(known)}")

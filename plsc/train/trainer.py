@@ -1,0 +1,285 @@
+"""The training loop: every step, log line, evaluation and checkpoint of a run, in the order they happen."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.comm import Communicator
+from plsc.fleet import Fleet, NonFiniteLoss
+from plsc.strategies import first_nonfinite, set_lr
+from plsc.train import build
+from plsc.train.checkpoint import Checkpoints
+from plsc.train.config import Config, dump, load_recipe
+from plsc.train.evaluate import VerificationResult, classify, embed, verify
+from plsc.train.metrics_log import MetricsLog
+
+logger = logging.getLogger(__name__)
+
+AMP_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Trainer:
+    """A run from its config: build, resume if there is something to resume, `fit`, `evaluate`."""
+
+    def __init__(self, config: Config, *, comm: Communicator | None = None, progress: build.Progress | None = None) -> None:
+        self.config = config
+        self.fleet = Fleet(config.strategy, comm)
+        comm = self.fleet.comm
+        if comm.rank == 0:  # glyphs are drawn once, by one rank
+            build.build_data(config.data, seed=config.seed, progress=progress)
+        comm.barrier()
+        self.data = build.build_data(config.data, seed=config.seed)
+        self.num_classes = build.num_classes(config, self.data)
+        self.eval_data, self.pairs = (None, None) if config.eval.task == "none" else build.build_eval(config, self.data)
+        self.loader = self.fleet.loader(
+            self.data, config.batch_size, seed=config.seed, transform=build.build_transform(config.data),
+            workers=config.data.workers,
+        )
+        if comm.rank > 0:  # rank 0 draws the weights that all get; ranks as threads share torch's generator with it
+            comm.barrier()
+        torch.manual_seed(config.seed)
+        backbone = build.build_backbone(config)
+        if comm.rank == 0:
+            comm.barrier()
+        self.backbone = self.fleet.replicate(backbone)
+        self.head = build.build_head(config, self.num_classes, comm).to(self.fleet.device)
+        self.optimizer = build.build_optim(config, self.backbone, self.head)
+        accumulate = config.strategy.accumulate
+        self.total_steps = config.epochs * self.loader.steps_per_epoch // accumulate
+        if config.max_steps:
+            self.total_steps = min(self.total_steps, config.max_steps)
+        steps_per_epoch = self.loader.steps_per_epoch / accumulate
+        self.schedule = build.build_schedule(config, max(self.total_steps, 1), steps_per_epoch)
+        self.step = 0
+        self.out = Path(config.out)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", keep=config.keep, comm=comm)
+        self.log = MetricsLog(self.out) if comm.rank == 0 else None
+        self.verified: VerificationResult | None = None  # of the last evaluation
+        self.embeddings: np.ndarray | None = None  # [N, D] of the evaluation set, then
+        self._signal: int | None = None
+        self._last_saved = -1
+
+    # ---- the run
+
+    def fit(self) -> bool:
+        """Trains to the end; False if a signal stopped it after a checkpoint was written."""
+        self._begin()
+        with self._signals():
+            return self._loop()
+
+    def _loop(self) -> bool:
+        config, fleet, micro = self.config, self.fleet, 0
+        meter = _Meter(self)
+        for images, labels in self.loader.epochs(config.epochs):
+            if self.step >= self.total_steps:
+                break
+            if micro == 0:
+                self._prepare_step()
+            try:
+                with fleet.autocast():
+                    loss = self.head(self.backbone(images), labels)
+                taken = fleet.step(loss, self.optimizer)
+            except NonFiniteLoss as error:
+                raise self._explain(error, images, labels) from error
+            micro = (micro + 1) % config.strategy.accumulate
+            meter.add(loss, len(images))
+            if micro:
+                continue
+            self.step += 1
+            last = self.step == self.total_steps
+            if self.step % config.log_every == 0 or last:
+                meter.report(taken.grad_norm)
+            ended = self.loader.position + self.loader.batch_size > len(self.data)  # no whole batch is left
+            every = config.eval.every
+            if ended and every and not last and (self.loader.epoch + 1) % every == 0:
+                self.evaluate()
+                meter.restart()
+            stop = fleet.any(self._signal is not None)
+            if last or stop or (self.step % config.save_every == 0 if config.save_every else ended):
+                self.save()
+                meter.restart()
+            if stop:
+                logger.info("stopped by signal at step %d; run the same command again to continue", self.step)
+                return False
+        if self._last_saved != self.step:
+            self.save()
+        return True
+
+    def _prepare_step(self) -> None:
+        """Learning rate and random numbers of a step depend on its number alone, so that resume continues exactly."""
+        factor = self.schedule.factor(self.step)
+        set_lr(self.optimizer, factor)
+        row_optimizer = self.head.head_optimizer
+        if row_optimizer is not None:
+            row_optimizer.lr = row_optimizer.initial_lr * factor
+        seeds = np.random.SeedSequence([self.config.seed, self.step, self.fleet.rank])
+        torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]) & (2**63 - 1))
+
+    def _explain(self, error: NonFiniteLoss, images: Tensor, labels: Tensor) -> NonFiniteLoss:
+        """Runs the forward pass again to find where the first value that is not finite came from."""
+        def forward() -> None:
+            with torch.no_grad(), self.fleet.autocast():
+                self.head(self.backbone(images), labels)
+
+        name = first_nonfinite({"backbone": self.backbone, "head": self.head}, forward)
+        names = [found for found in self.fleet.comm.gather_objects(name) if found]
+        latest = self.checkpoints.latest()
+        return NonFiniteLoss(
+            f"{error} at step {self.step + 1}; first tensor that is not finite: {names[0] if names else 'the loss itself'}; "
+            f"last checkpoint: {latest or 'none'}; lower the learning rate, clip (strategy.clip_norm) or use amp bf16"
+        )
+
+    # ---- checkpoints
+
+    def parts(self) -> dict[str, Any]:
+        """Everything a resumed run needs, by name."""
+        return {
+            "backbone": self.backbone, "head": self.head, "optimizer": self.optimizer, "fleet": self.fleet,
+            "loader": self.loader,
+        }
+
+    def save(self) -> Path:
+        path = self.checkpoints.save(self.step, extra={"num_classes": self.num_classes}, **self.parts())
+        self._last_saved = self.step
+        logger.info("saved %s", path)
+        return path
+
+    def resume(self) -> bool:
+        """Loads the newest checkpoint of the run's directory; False if there is none."""
+        found = self.checkpoints.load(extend_classes=self.config.head.extend_classes, **self.parts())
+        if found is None:
+            return False
+        self.step = self._last_saved = found.step
+        logger.info("resumed at step %d of %d from %s", self.step, self.total_steps, found.path)
+        return True
+
+    def _begin(self) -> None:
+        comm, config = self.fleet.comm, self.config
+        if comm.rank == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "config.toml").write_text(dump(config), encoding="utf-8")
+        resumed = config.resume and self.resume()
+        if self.log is not None:
+            self.log.open(self.step if resumed else 0)
+        parameters = sum(p.numel() for p in self.backbone.parameters())
+        logger.info(
+            "%d images, %d classes, %d ranks; %s with %.2f M parameters, head of %d x %d; %d steps of %d images",
+            len(self.data), self.num_classes, comm.world_size, config.model.backbone, parameters / 1e6,
+            self.num_classes, config.model.embedding_size, self.total_steps, config.batch_size,
+        )
+
+    # ---- evaluation
+
+    def evaluate(self) -> dict[str, Any]:
+        """Measures what the config asks for, logs and returns the figures; collective."""
+        config, start = self.config, time.perf_counter()
+        if self.eval_data is None:
+            return {}
+        options: dict[str, Any] = {
+            "comm": self.fleet.comm, "batch_size": config.eval.batch_size, "device": self.fleet.device,
+            "autocast": AMP_DTYPES[config.strategy.amp], "flip": config.eval.flip,
+        }
+        result: dict[str, Any]
+        if self.pairs is None:
+            found = classify(self.backbone, self.head, self.eval_data, **options)
+            result = {f"top{k}": value for k, value in found.items()}
+        else:
+            self.embeddings = embed(self.backbone, self.eval_data, **options)
+            self.verified = verify(self.embeddings, self.pairs)
+            result = dict(self.verified.record())
+        result["eval_seconds"] = time.perf_counter() - start
+        if self.log is not None:
+            self.log.write({"step": self.step, **{f"eval/{name}": value for name, value in result.items()}})
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in result.items() if value is not None)
+        logger.info("evaluation at step %d: %s", self.step, shown)
+        return result
+
+    # ---- signals
+
+    def _signals(self) -> Any:
+        return _CaughtSignals(self)
+
+
+class _CaughtSignals:
+    """SIGTERM and Ctrl-C ask the loop to save and stop after the step; only the main thread can catch them."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        self._trainer._signal = number
+        logger.info("%s: stopping after this step", signal.Signals(number).name)
+
+
+class _Meter:
+    """Loss and speed between two log lines; losses stay on the device until then."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.restart()
+
+    def restart(self) -> None:
+        self.losses: list[Tensor] = []
+        self.images, self.steps, self.since = 0, self.trainer.step, time.perf_counter()
+
+    def add(self, loss: Tensor, batch: int) -> None:
+        self.losses.append(loss.detach())
+        self.images += batch * self.trainer.fleet.world_size
+
+    def report(self, grad_norm: float | None) -> None:
+        """Mean loss over ranks and steps, to the log and the metrics files; collective."""
+        trainer = self.trainer
+        total = torch.stack(self.losses).mean()
+        loss = float(trainer.fleet.comm.all_reduce(total).wait()) / trainer.fleet.world_size
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(f"the loss is {loss} at step {trainer.step}; last checkpoint: {trainer.checkpoints.latest()}")
+        seconds = max(time.perf_counter() - self.since, 1e-9)
+        rate, done = self.images / seconds, trainer.step - self.steps
+        eta = (trainer.total_steps - trainer.step) * seconds / max(done, 1)
+        lr = trainer.optimizer.param_groups[0]["lr"]
+        record = {"step": trainer.step, "epoch": trainer.loader.epoch, "loss": loss, "lr": lr, "images_per_second": rate}
+        if grad_norm is not None:
+            record["grad_norm"] = grad_norm
+        if trainer.fleet.scaler is not None:
+            record["loss_scale"] = trainer.fleet.scaler.loss_scale
+        if trainer.log is not None:
+            trainer.log.write(record)
+        logger.info(
+            "step %d/%d  epoch %d/%d  loss %.4f  lr %.4g  %.0f images/s  ETA %s",
+            trainer.step, trainer.total_steps, trainer.loader.epoch + 1, trainer.config.epochs, loss, lr, rate, clock(eta),
+        )
+        self.restart()
+
+
+def clock(seconds: float) -> str:
+    """Seconds as H:MM:SS."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+
+
+def read_config(run: str | Path) -> Config:
+    """The config a run was made with."""
+    path = Path(run) / "config.toml"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run: it has no config.toml; expected the `out` folder of plsc-train")
+    return load_recipe(str(path))

@@ -1,0 +1,65 @@
+"""Starts a script as several ranks that are real processes, for tests of the backends between processes."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+Start = Callable[..., list[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def start_ranks() -> Iterator[Start]:
+    """start_ranks(script, world_size, *args): the processes, in rank order; none of them outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(script: Path, world_size: int, *args: str) -> list[subprocess.Popen[str]]:
+        with socket.socket() as probe:  # a port that is free now; the ranks take it a moment later
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        shared = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        for rank in range(world_size):
+            own = {**shared, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "lo"}
+            env = {**os.environ, **{name: str(value) for name, value in own.items()}}
+            command = [sys.executable, str(script), *args]
+            started.append(
+                subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
+        return started[-world_size:]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def outputs(processes: list[subprocess.Popen[str]], seconds: float) -> list[str]:
+    """What each process wrote until its end; one that takes longer is killed. Read side by side, for pipes fill up."""
+    texts = [""] * len(processes)
+
+    def read(index: int) -> None:
+        try:
+            texts[index] = processes[index].communicate(timeout=seconds)[0]
+        except subprocess.TimeoutExpired:
+            processes[index].kill()
+            texts[index] = processes[index].communicate()[0] + f"\nkilled after {seconds} s"
+
+    threads = [threading.Thread(target=read, args=(index,)) for index in range(len(processes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return texts
+
+
+@pytest.fixture
+def finish_ranks() -> Callable[[list[subprocess.Popen[str]], float], list[str]]:
+    """finish_ranks(processes, seconds): waits for them and returns their outputs."""
+    return outputs

@@ -1,0 +1,109 @@
+"""The pages a reader trusts: Python blocks run, commands and make targets exist, links lead somewhere."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(path for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if path.exists())
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)``` *$", re.M | re.S)
+NOT_RUN = re.compile(r"<!-- not run: \S(?:(?!-->).)*-->\s*\Z", re.S)
+SHELLS = {"console", "bash", "sh", "shell"}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def program(text: str) -> str:
+    """The page's Python blocks as one program, each line at its own line number.
+
+    A block that follows `<!-- not run: reason -->` is left out.
+    """
+    lines = [""] * (text.count("\n") + 1)
+    for block in FENCE.finditer(text):
+        if block["language"] == "python" and not NOT_RUN.search(text, 0, block.start()):
+            first = text.count("\n", 0, block.start("body"))
+            body = textwrap.dedent(block["body"]).splitlines()
+            lines[first : first + len(body)] = body
+    return "\n".join(lines) if any(lines) else ""
+
+
+def commands(text: str) -> list[list[str]]:
+    """Shell lines of the page, split into words, continued lines joined, comments and prompts dropped."""
+    found = []
+    for block in FENCE.finditer(text):
+        if block["language"] in SHELLS:
+            for line in block["body"].replace("\\\n", " ").splitlines():
+                words = re.split(r"(?:^|\s)#", line)[0].strip().removeprefix("$ ").split()
+                found.extend([words] if words else [])
+    return found
+
+
+RUNNABLE = [path for path in PAGES if program(path.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("path", RUNNABLE, ids=relative)
+def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
+    """Blocks of a page share one namespace, in order, as a reader would type them into one session."""
+    script = tmp_path / "page.py"
+    script.write_text(program(path.read_text(encoding="utf-8")), encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    run = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert run.returncode == 0, f"{relative(path)} (line numbers are the page's)\n{run.stdout}{run.stderr}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_commands_exist(path: Path) -> None:
+    """Every plsc command is installed, and every make target is in the Makefile."""
+    installed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(" ".join(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)).split())
+    for words in commands(path.read_text(encoding="utf-8")):
+        name = words[0].rpartition("/")[2]
+        if name.startswith("plsc-"):
+            assert name in installed, words
+        if name == "make":
+            assert {word for word in words[1:] if "=" not in word and not word.startswith("-")} <= targets, words
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_links_lead_to_files(path: Path) -> None:
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text)
+    local = [target for target in targets if not re.match(r"[a-z]+:", target)]
+    assert [target for target in local if not (path.parent / target).exists()] == []
+
+
+def test_program_keeps_line_numbers_and_leaves_marked_blocks_out() -> None:
+    page = textwrap.dedent(
+        """\
+        # Title
+        ```python
+        a = 1
+        ```
+        <!-- not run: needs eight GPUs -->
+
+        ```python
+        raise SystemExit
+        ```
+        - item
+          ```python
+          b = a + 1
+          ```
+        ```console
+        $ plsc-train glyphs \\
+            --nproc 2   # two ranks
+        ```
+        """
+    )
+    assert program(page).splitlines() == ["", "", "a = 1", *[""] * 8, "b = a + 1", *[""] * 5]
+    assert commands(page) == [["plsc-train", "glyphs", "--nproc", "2"]]

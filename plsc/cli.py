@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plsc.train.config import Config, list_recipes, load_recipe
+from plsc.train.config import Config, dump, list_recipes, load_recipe
 
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+SAVE_SECONDS = 600  # time that ranks told to stop get to finish their step and save
 STOPPED = "PLSC_STOPPED_FILE"  # where rank 0 notes that the run was stopped and saved, for the process that launched it
 
 
@@ -30,56 +31,60 @@ def train(argv: Sequence[str] | None = None) -> int:
             "plsc-train RECIPE --help lists every flag with the recipe's values."
         )
         return 0 if args else EXIT_USAGE
-    return _guarded(lambda: _train(_parse("plsc-train", args), args))
+    return _guarded(lambda: _start("train", _parse("plsc-train", args)))
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
     """plsc-eval RUN [flags]: measures the newest checkpoint of a run."""
-    return _guarded(lambda: _again("plsc-eval", sys.argv[1:] if argv is None else argv, export=False))
+    return _again("plsc-eval", "evaluate", sys.argv[1:] if argv is None else argv)
 
 
 def export(argv: Sequence[str] | None = None) -> int:
     """plsc-export RUN [flags]: writes ONNX, class centres and embeddings of a run's newest checkpoint."""
-    return _guarded(lambda: _again("plsc-export", sys.argv[1:] if argv is None else argv, export=True))
+    return _again("plsc-export", "export", sys.argv[1:] if argv is None else argv)
+
+
+def work(command: str, config_file: str) -> int:
+    """What each rank runs that `_launch` started: the command with the config that was resolved once, there."""
+    return _guarded(lambda: _work(command, load_recipe(config_file)))
 
 
 # ---- inside
 
 
-def _train(config: Config, args: Sequence[str]) -> int:
-    if config.nproc > 1 and "RANK" not in os.environ:
-        return _launch("train", args, config.nproc)
-    comm = _join(config)
-    from plsc.train.run import train as run
-
-    result = run(config, comm=comm, progress=_Bar("drawing glyphs") if comm.rank == 0 else None)
-    if result is None:
-        if comm.rank == 0 and STOPPED in os.environ:
-            Path(os.environ[STOPPED]).write_text("saved", encoding="utf-8")
-        return 0
-    if comm.rank == 0:
-        _report(Path(config.out), result)
-    comm.close()
-    return 0
-
-
-def _again(prog: str, args: Sequence[str], *, export: bool) -> int:
-    args = list(args)
+def _again(prog: str, command: str, args: Sequence[str]) -> int:
     if not args or args[0].startswith("-"):
         print(f"usage: {prog} RUN [flags]\n\nRUN is the folder that plsc-train wrote (its --out).")
         return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
-    config_file = Path(args[0]) / "config.toml"
-    if not config_file.is_file():
-        raise ValueError(f"{args[0]} is not a run: it has no config.toml; expected the --out folder of plsc-train")
-    config = replace(_parse(prog, [str(config_file), *args[1:]]), out=args[0])
-    if config.nproc > 1 and "RANK" not in os.environ:
-        return _launch("export" if export else "evaluate", args, config.nproc)
-    comm = _join(config)
-    from plsc.train.run import evaluate as run
 
-    result = run(config, comm=comm, export=export)
+    def run() -> int:
+        config_file = Path(args[0]) / "config.toml"
+        if not config_file.is_file():
+            raise ValueError(f"{args[0]} is not a run: it has no config.toml; expected the --out folder of plsc-train")
+        config = replace(_parse(prog, [str(config_file), *args[1:]]), out=str(args[0]))
+        return _start(command, config)
+
+    return _guarded(run)
+
+
+def _start(command: str, config: Config) -> int:
+    """In this process, or in `nproc` ranks of it where no launcher has started this one."""
+    return _launch(command, config) if config.nproc > 1 and "RANK" not in os.environ else _work(command, config)
+
+
+def _work(command: str, config: Config) -> int:
+    comm = _join(config)
+    from plsc.train import run
+
+    if command == "train":
+        result = run.train(config, comm=comm, progress=_Bar("drawing glyphs") if comm.rank == 0 else None)
+    else:
+        result = run.evaluate(config, comm=comm, export=command == "export")
     if comm.rank == 0:
-        _report(Path(config.out), result)
+        if result is not None:
+            _report(Path(config.out), result)
+        elif STOPPED in os.environ:
+            Path(os.environ[STOPPED]).write_text("saved", encoding="utf-8")
     comm.close()
     return 0
 
@@ -89,7 +94,9 @@ def _parse(prog: str, args: Sequence[str]) -> Config:
     import tyro
 
     recipe = load_recipe(args[0])
-    config = tyro.cli(Config, prog=f"{prog} {args[0]}", args=list(args[1:]), default=recipe, description="One run of plsc.")
+    config = tyro.cli(
+        Config, prog=f"{prog} {args[0]}", args=list(args[1:]), default=recipe, description="One run of plsc."
+    )
     assert isinstance(config, Config)
     return config
 
@@ -109,19 +116,20 @@ def _join(config: Config) -> Any:
     return comm
 
 
-def _launch(command: str, args: Sequence[str], nproc: int) -> int:
+def _launch(command: str, config: Config) -> int:
     """Starts the ranks of this machine through torchrun and waits for them."""
     environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.nproc)))
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a restart reads the addresses of dead ranks
-    with tempfile.TemporaryDirectory() as folder:
-        note = Path(folder) / "stopped"
+    with tempfile.TemporaryDirectory(prefix="plsc-") as folder:
+        note, config_file = Path(folder) / "stopped", Path(folder) / "config.toml"
+        config_file.write_text(dump(config), encoding="utf-8")
         environment[STOPPED] = str(note)
-        torchrun = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={nproc}",
-            "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--no-python",
+        launcher = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={config.nproc}"),
+            *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--shutdown-timeout={SAVE_SECONDS}"),
         ]
-        child = subprocess.Popen([*torchrun, sys.executable, "-m", "plsc.cli", command, *args], env=environment)
+        child = subprocess.Popen([*launcher, "-m", "plsc.cli", command, str(config_file)], env=environment)
         interrupted = False
 
         def forward(number: int, _: object) -> None:
@@ -143,8 +151,16 @@ def _launch(command: str, args: Sequence[str], nproc: int) -> int:
 def _report(out: Path, result: dict[str, Any]) -> None:
     """Where everything is; the one figure people look for comes last."""
     names = [
-        "config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "result.json", "loss.png", "roc.png",
-        "export/model.onnx", "export/centres.safetensors", "export/embeddings.safetensors",
+        "config.toml",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "result.json",
+        "loss.png",
+        "roc.png",
+        "export/model.onnx",
+        "export/centres.safetensors",
+        "export/embeddings.safetensors",
     ]
     print("\nwritten:")
     for name in names:
@@ -189,4 +205,4 @@ def _guarded(run: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit({"train": train, "evaluate": evaluate, "export": export}[sys.argv[1]](sys.argv[2:]))
+    sys.exit(work(*sys.argv[1:]))

@@ -1,10 +1,10 @@
-"""Strategy says what a run asks for; Fleet holds the parts that do it and turns a loss into an agreed optimizer step."""
+"""Strategy says what a run asks for; Fleet holds the parts that do it and turns a loss into an agreed step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,10 +114,11 @@ class Fleet:
         module = module.to(self.device)
         if self.strategy.sync_bn if sync_bn is None else sync_bn:
             module = convert_sync_bn(module, self.comm)
-        recompute(module, self.strategy.recompute)
+        # sync_bn in a recomputed block communicates in the backward again: in the same order on all ranks
+        recompute(module, self.strategy.recompute, allow_collectives=True)
         broadcast_parameters(module, self.comm)
-        options = {"bucket_mb": self.strategy.bucket_mb, "reduce_dtype": self.strategy.reduce_dtype}
-        self.reducers.append(Reducer(module.parameters(), self.comm, **options))
+        bucket_mb, dtype = self.strategy.bucket_mb, self.strategy.reduce_dtype
+        self.reducers.append(Reducer(module.parameters(), self.comm, bucket_mb=bucket_mb, reduce_dtype=dtype))
         return module
 
     def loader(
@@ -142,8 +143,15 @@ class Fleet:
                 f"{self.strategy.accumulate} = {parts}; it is the global batch of one optimizer step"
             )
         return Loader(
-            dataset, batch_size // self.strategy.accumulate, rank=self.rank, world_size=self.world_size, seed=seed,
-            shuffle=shuffle, transform=transform, workers=workers, device=self.device,
+            dataset,
+            batch_size // self.strategy.accumulate,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=seed,
+            shuffle=shuffle,
+            transform=transform,
+            workers=workers,
+            device=self.device,
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -166,7 +174,7 @@ class Fleet:
             if not last:
                 for reducer in self.reducers:
                     stack.enter_context(reducer.accumulate())
-            updates = stack.enter_context(deferred_updates() if defer else nullcontext([]))
+            updates: list[RowUpdate] = stack.enter_context(deferred_updates()) if defer else []
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
         self._pending += updates
         if not last:
@@ -192,8 +200,8 @@ class Fleet:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if (state["scaler"] is None) != (self.scaler is None):
             raise ValueError(
-                f"fleet: the checkpoint was made {'without' if state['scaler'] is None else 'with'} a loss scale and this "
-                f"run is amp={self.strategy.amp!r}; resume with the precision it was trained in"
+                f"fleet: the checkpoint was made {'without' if state['scaler'] is None else 'with'} a loss scale and "
+                f"this run is amp={self.strategy.amp!r}; resume with the precision it was trained in"
             )
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
@@ -209,7 +217,9 @@ class Fleet:
         scale = 1.0
         if self.scaler is not None:
             scale = 1.0 / self.scaler.loss_scale
-            found = torch.maximum(self.scaler.unscale_(params), any_nonfinite([u.grad for u in updates]).to(self.device))
+            found = torch.maximum(
+                self.scaler.unscale_(params), any_nonfinite([u.grad for u in updates]).to(self.device)
+            )
             overflow = self.any(bool(found))
             self.scaler.update(overflow)
             if overflow:
@@ -248,7 +258,9 @@ class Fleet:
     def _check_loss(self, loss: Tensor) -> None:
         """Agrees on whether the loss is finite. On a GPU that would stop the host every step: the log steps do it."""
         if loss.dim() != 0:
-            raise ValueError(f"loss has shape {tuple(loss.shape)}, expected a scalar: the mean over this rank's samples")
+            raise ValueError(
+                f"loss has shape {tuple(loss.shape)}, expected a scalar: the mean over this rank's samples"
+            )
         if self.device.type != "cpu":
             return
         value = loss.detach()

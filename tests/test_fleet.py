@@ -22,7 +22,11 @@ def train(comm: Communicator, options: dict, *, steps: int = 6, fused: bool = Fa
         backbone = plsc.models.plainnet(16, image_size=16, in_channels=1).double()
     backbone = fleet.replicate(backbone)
     head = plsc.ClassParallelHead(
-        16, CLASSES, margin=plsc.CosFace(scale=16.0), comm=comm, sample_rate=rate,
+        16,
+        CLASSES,
+        margin=plsc.CosFace(scale=16.0),
+        comm=comm,
+        sample_rate=rate,
         head_optimizer=plsc.SGD(0.2, 5e-4, momentum=0.9) if fused else None,
     ).double()
     params = [*backbone.parameters(), *([] if fused else head.parameters())]

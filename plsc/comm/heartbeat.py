@@ -25,7 +25,8 @@ PATIENCE = 3.5  # seconds without one after which a rank counts as gone
 class Heartbeat:
     """A daemon thread that writes this rank's record into the store once a second, and reads the others' on failure.
 
-    The record: a counter that shows the thread lives, the last verb by communicator, and whether the rank has left.
+    The record: a counter that shows the thread lives, the last verb by communicator, and whether the rank has left
+    (or "parted": it has heard that the store goes, and writes no more).
     The first rank that finds a culprit leaves its verdict for those whose verbs fail later, when more ranks are gone.
     """
 
@@ -70,9 +71,7 @@ class Heartbeat:
             return
         self._end.set()
         atexit.unregister(self.stop)
-        self._thread.join(PERIOD)
-        if not self._thread.is_alive():
-            _within(PATIENCE, self._leave)
+        self._thread.join(PATIENCE)  # the thread says good-bye; it hangs where the store does
 
     # ---- in the thread
 
@@ -83,7 +82,9 @@ class Heartbeat:
                 if self._verdict is None and self._own.check(["verdict"]):
                     self._verdict = self._own.get("verdict").decode()
                 if self._own.check(["leaving"]):  # the store goes: writing on would only raise alarms
+                    self._write("parted")
                     return
+            self._leave()
         except Exception as error:
             log.debug("signs of life end, the store is gone: %s", error)
 
@@ -92,20 +93,19 @@ class Heartbeat:
         verbs = {label: [number, str(call)] for label, (number, call) in dict(self._verbs).items()}
         self._own.set(f"rank/{self.rank}", json.dumps({"beat": self._beat, "state": state, "verbs": verbs}))
 
-    def _leave(self) -> bool:
+    def _leave(self) -> None:
         self._write("left")
         if self._holds_store:
             self._own.set("leaving", "1")
             deadline = time.monotonic() + 2 * PERIOD
             while time.monotonic() < deadline and any(
-                record is not None and record["state"] != "left" for record in self._read(self._own)
+                record is not None and record["state"] == "alive" for record in self._read(self._own)
             ):
                 time.sleep(0.05)
-        return True
 
     # ---- after a failure
 
-    def _read(self, store: Store) -> list[dict[str, Any] | None]:
+    def _read(self, store: Any) -> list[dict[str, Any] | None]:
         """The records by rank; None where a rank has not written one."""
         keys = [f"rank/{rank}" for rank in range(self.world_size)]
         if store.check(keys) and store.has_extended_api():
@@ -113,21 +113,21 @@ class Heartbeat:
         return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
 
     def _judge(self, label: str, members: Sequence[int]) -> str:
-        if self._watch.check(["verdict"]):
-            return self._watch.get("verdict").decode()
         first = latest = self._read(self._watch)
         silent = [rank for rank in range(self.world_size) if rank != self.rank]
         deadline = time.monotonic() + PATIENCE
-        while silent and time.monotonic() < deadline:
+        while silent and time.monotonic() < deadline and not self._watch.check(["verdict"]):
             time.sleep(0.5)
             latest = self._read(self._watch)
             silent = [rank for rank in silent if not _lives(first[rank], latest[rank])]
+        # Last: a rank gives its verdict before it goes, and must not be taken for the culprit because it has gone.
+        if self._watch.check(["verdict"]):
+            return str(self._watch.get("verdict").decode())
         blame = _blame(latest, silent, label, members=members)
         if blame is None:
             return "all ranks are alive and have come to the same verb"
         self._verdict = blame
-        if not self._watch.check(["verdict"]):
-            self._watch.set("verdict", f"{blame} (found by rank {self.rank})")
+        self._watch.set("verdict", f"{blame} (found by rank {self.rank})")
         return blame
 
 
@@ -142,8 +142,8 @@ def _connection(store: Store) -> Any:
 
 
 def _lives(before: dict[str, Any] | None, now: dict[str, Any] | None) -> bool:
-    """Whether a rank gave a sign of life between two readings, or said good-bye."""
-    return now is not None and (now["state"] == "left" or before is None or now["beat"] > before["beat"])
+    """Whether a rank gave a sign of life between two readings, or has said that it gives no more."""
+    return now is not None and (now["state"] != "alive" or before is None or now["beat"] > before["beat"])
 
 
 def _blame(

@@ -101,14 +101,13 @@ class TorchCommunicator(Communicator):
     @classmethod
     def connect(cls, *, timeout: float, init_timeout: float) -> Communicator:
         if dist.is_initialized():
-            return cls._adopt(timedelta(seconds=timeout), timedelta(seconds=init_timeout), owned=False)
-        launch = Launch.read()
+            return cls._adopt(None, timedelta(seconds=init_timeout), owned=False)
+        device, launch = cls._find_device(), Launch.read()
         if launch is None:
             raise ValueError(
                 f"connect({cls.backend!r}): the environment names no rank; start the ranks with torchrun, or set RANK, "
                 "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
             )
-        device = cls._find_device()
         env = "RANK" in os.environ
         try:
             dist.init_process_group(
@@ -132,7 +131,13 @@ class TorchCommunicator(Communicator):
         device = cls._find_device()
         world = dist.group.WORLD
         assert world is not None
-        transport = world._get_backend(device)
+        try:
+            transport = world._get_backend(device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"backend {cls.backend!r}: torch.distributed is initialised with {dist.get_backend()!r}; "
+                f"initialise it with {cls.backend!r}, or leave that to connect()"
+            ) from error
         if timeout is not None:
             transport._set_default_timeout(timeout)
         # A launcher's store outlives restarts of the ranks: without the count a rank would read its predecessors' keys.
@@ -323,11 +328,18 @@ class NcclCommunicator(TorchCommunicator):
         if not torch.cuda.is_available() or not dist.is_nccl_available():
             raise ValueError("backend 'nccl': found no GPU, or a torch built without NCCL; use connect('gloo')")
         launch, count = Launch.read(), torch.cuda.device_count()
-        local = launch.local_rank if launch is not None else None
-        if local is None:
-            index = dist.get_rank() % count if dist.is_initialized() else (launch.rank if launch else 0) % count
+        world = dist.group.WORLD if dist.is_initialized() else None
+        bound = None if world is None else world.bound_device_id
+        if bound is not None and bound.type == "cuda" and bound.index is not None:
+            index = bound.index
+        elif world is not None and torch.cuda.current_device() != 0:
+            index = torch.cuda.current_device()  # chosen by whoever initialised torch.distributed
+        elif count == 1:
+            index = 0  # launchers may show each process its own GPU only
+        elif launch is not None and launch.local_rank is not None:
+            index = launch.local_rank
         else:
-            index = 0 if count == 1 else local  # launchers may show each process its own GPU only
+            index = (dist.get_rank() if world is not None else launch.rank if launch is not None else 0) % count
         if index >= count:
             raise ValueError(f"backend 'nccl': got local rank {index} but {count} GPUs; start one process a GPU")
         torch.cuda.set_device(index)

@@ -40,10 +40,10 @@ class ClassParallelModule(nn.Module):
         cache_mb: float = 256.0,
     ) -> None:
         super().__init__()
-        sizes = {"embedding_size": embedding_size, "num_classes": num_classes, "sub_centers": sub_centers}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}, expected at least 1")
+        counts = {"embedding_size": embedding_size, "num_classes": num_classes, "sub_centers": sub_centers}
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} is {count}, expected at least 1")
         if not 0.0 <= sample_rate <= 1.0:
             raise ValueError(f"sample_rate is {sample_rate}, expected a share in [0, 1]; 1 is the exact softmax")
         if block is not None and block < 1:
@@ -63,14 +63,32 @@ class ClassParallelModule(nn.Module):
                 self.register_buffer(f"row_{name}", value)
         self._mark()
 
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss over this rank's samples, a scalar.
+
+        Args:
+            embeddings: [B, D] floats; labels: [B] int64 in [0, C), or -1 to ignore a sample. B is the same on all ranks.
+        """
+        losses, everyone = self._losses(embeddings, labels)
+        return mean_over_valid(losses, everyone, self.comm)
+
+    def losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Loss of each of this rank's samples [B], 0 where ignored; for weights a sample or other reductions."""
+        return self._losses(embeddings, labels)[0]
+
+    def _losses(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses of this rank's samples [B] and the labels of all ranks [N]."""
+        raise NotImplementedError
+
     def row_state(self) -> dict[str, Tensor]:
         """State of `head_optimizer`, tensors whose rows are this rank's classes."""
         return {name[4:]: buffer for name, buffer in self.named_buffers(recurse=False) if name.startswith("row_")}
 
     def extra_repr(self) -> str:
         return (
-            f"{self.embedding_size} -> {self.num_classes} classes, rows [{self.shard.start}, {self.shard.stop}) of rank "
-            f"{self.comm.rank} of {self.comm.world_size}, sample_rate={self.sample_rate}, sub_centers={self.sub_centers}"
+            f"{self.embedding_size} -> {self.num_classes} classes, rows [{self.shard.start}, {self.shard.stop}) "
+            f"of rank {self.comm.rank} of {self.comm.world_size}, sample_rate={self.sample_rate}, "
+            f"sub_centers={self.sub_centers}"
         )
 
     def _place(self, labels: Tensor) -> Tensor:
@@ -80,7 +98,9 @@ class ClassParallelModule(nn.Module):
 
     def _block_for(self, num_samples: int) -> int:
         centers = self.sub_centers
-        return self.block or block_rows(num_samples * centers, self.embedding_size * centers, self.weight.element_size())
+        return self.block or block_rows(
+            num_samples * centers, self.embedding_size * centers, self.weight.element_size()
+        )
 
     def _mark(self) -> None:
         """Marks the cut tensors; again after whatever replaces them (a move, a copy)."""

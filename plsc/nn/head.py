@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from plsc.comm import Communicator
-from plsc.nn.class_parallel import IGNORE, ClassParallelModule, check_batch, check_labels, mean_over_valid
+from plsc.nn.class_parallel import IGNORE, ClassParallelModule, check_batch, check_labels
 from plsc.nn.margins import ArcFace, Margin
 from plsc.ops.cross_entropy import Problem, Scoring, sharded_cross_entropy
 from plsc.ops.optim import RowOptimizer
@@ -52,30 +52,22 @@ class ClassParallelHead(ClassParallelModule):
         cache_mb: float = 256.0,
     ) -> None:
         super().__init__(
-            embedding_size, num_classes, comm=comm, sub_centers=sub_centers, sample_rate=sample_rate,
-            head_optimizer=head_optimizer, seed=seed, block=block, cache_mb=cache_mb,
+            embedding_size,
+            num_classes,
+            comm=comm,
+            sub_centers=sub_centers,
+            sample_rate=sample_rate,
+            head_optimizer=head_optimizer,
+            seed=seed,
+            block=block,
+            cache_mb=cache_mb,
         )
         if filter_threshold is not None and not -1.0 < filter_threshold <= 1.0:
             raise ValueError(f"filter_threshold is {filter_threshold}, expected a cosine in (-1, 1]")
         self.margin = ArcFace() if margin is None else margin
         self.filter_threshold = filter_threshold
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss over this rank's samples, a scalar.
-
-        Args:
-            embeddings: [B, D] floats of any length (they are normalised here); labels: [B] int64 in [0, C), or -1.
-                B is the same on all ranks.
-        """
-        losses, everyone = self._losses(embeddings, labels)
-        return mean_over_valid(losses, everyone, self.comm)
-
-    def losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each of this rank's samples [B], 0 where ignored; for weights a sample or other reductions."""
-        return self._losses(embeddings, labels)[0]
-
     def _losses(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses of this rank's samples [B] and the labels of all ranks [N]."""
         check_batch(embeddings, labels, self.embedding_size, self.comm)
         margin, dtype = self.margin, self.weight.dtype
         training = self.training and torch.is_grad_enabled()
@@ -90,15 +82,27 @@ class ClassParallelHead(ClassParallelModule):
         if training:
             self.num_steps += 1
         scoring = Scoring(
-            scale=margin.scale, target=margin.target, others=margin.others if margin.moves_others else None,
-            bound=max(margin.bound, 1.0), filter_threshold=self.filter_threshold,
+            scale=margin.scale,
+            target=margin.target,
+            others=margin.others if margin.moves_others else None,
+            bound=max(margin.bound, 1.0),
+            filter_threshold=self.filter_threshold,
         )
         problem = Problem(
-            comm=self.comm, scoring=scoring, x=x.to(dtype), place=place,
-            norms=all_norms if margin.needs_norms else None, num_classes=self.num_classes,
-            grad_scale=1.0 / self.comm.world_size, rows=rows, block=self._block_for(len(x)),
-            cache_bytes=int(self.cache_mb * 2**20), optimizer=self.head_optimizer, state=self.row_state(),
-            observe=(lambda own: self._observe(own, y, all_norms)) if training else None, workspace=self.workspace,
+            comm=self.comm,
+            scoring=scoring,
+            x=x.to(dtype),
+            place=place,
+            norms=all_norms if margin.needs_norms else None,
+            num_classes=self.num_classes,
+            grad_scale=1.0 / self.comm.world_size,
+            rows=rows,
+            block=self._block_for(len(x)),
+            cache_bytes=int(self.cache_mb * 2**20),
+            optimizer=self.head_optimizer,
+            state=self.row_state(),
+            observe=(lambda own: self._observe(own, y, all_norms)) if training else None,
+            workspace=self.workspace,
         )
         loss = sharded_cross_entropy(unit, norms if margin.needs_norms else None, self.weight, None, problem)
         extra = margin.regularizer(norms)

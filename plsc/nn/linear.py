@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.comm import Communicator, mark
-from plsc.nn.class_parallel import IGNORE, ClassParallelModule, check_batch, check_labels, mean_over_valid
+from plsc.nn.class_parallel import IGNORE, ClassParallelModule, check_batch, check_labels
 from plsc.ops.cross_entropy import Problem, Scoring, sharded_cross_entropy
 from plsc.ops.packing import gather_packed
 from plsc.ops.topk import class_topk
@@ -41,15 +41,6 @@ class ClassParallelLinear(ClassParallelModule):
         self.bias: nn.Parameter | None
         self._mark()
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss over this rank's samples, a scalar. embeddings: [B, D]; labels: [B] int64 in [0, C), or -1."""
-        losses, everyone = self._losses(embeddings, labels)
-        return mean_over_valid(losses, everyone, self.comm)
-
-    def losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Loss of each of this rank's samples [B], 0 where ignored."""
-        return self._losses(embeddings, labels)[0]
-
     def _losses(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         check_batch(embeddings, labels, self.embedding_size, self.comm)
         x, y = gather_packed([embeddings, labels], self.comm)  # [N, D], [N]
@@ -57,9 +48,16 @@ class ClassParallelLinear(ClassParallelModule):
         if self.training and torch.is_grad_enabled():
             self.num_steps += 1
         problem = Problem(
-            comm=self.comm, scoring=Scoring(normalize=False, bound=torch.inf), x=x.to(self.weight.dtype),
-            place=self._place(y), norms=None, num_classes=self.num_classes, grad_scale=1.0 / self.comm.world_size,
-            block=self._block_for(len(x)), cache_bytes=int(self.cache_mb * 2**20), workspace=self.workspace,
+            comm=self.comm,
+            scoring=Scoring(normalize=False, bound=torch.inf),
+            x=x.to(self.weight.dtype),
+            place=self._place(y),
+            norms=None,
+            num_classes=self.num_classes,
+            grad_scale=1.0 / self.comm.world_size,
+            block=self._block_for(len(x)),
+            cache_bytes=int(self.cache_mb * 2**20),
+            workspace=self.workspace,
         )
         local = embeddings.to(self.weight.dtype)
         loss = sharded_cross_entropy(local, None, self.weight, self.bias, problem)
@@ -73,5 +71,6 @@ class ClassParallelLinear(ClassParallelModule):
 
     def _mark(self) -> None:
         super()._mark()
-        if getattr(self, "bias", None) is not None:
-            mark(self.bias, self.shard)
+        bias = getattr(self, "bias", None)
+        if bias is not None:
+            mark(bias, self.shard)

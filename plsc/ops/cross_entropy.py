@@ -55,8 +55,8 @@ class Workspace:
 class Scoring:
     """How an inner product becomes a logit.
 
-    `target` maps the K own-class cosines [K] (and norms [K] if given) to the margin's cosine; `others` is elementwise on
-    a block [N, n] given the own-class cosines [N, 1]; `bound` is the largest magnitude others can give, inf if unknown.
+    `target` maps own-class cosines [M] (and norms [M] if given) to the margin's cosines; `others` is elementwise on a
+    block [N, n] given the own-class cosines [N, 1]; `bound` is the largest magnitude others can give, inf if unknown.
     """
 
     scale: float = 1.0
@@ -88,7 +88,9 @@ class Problem:
     workspace: Workspace = field(default_factory=Workspace)
 
 
-def sharded_cross_entropy(x: Tensor, norms: Tensor | None, weight: Tensor, bias: Tensor | None, problem: Problem) -> Tensor:
+def sharded_cross_entropy(
+    x: Tensor, norms: Tensor | None, weight: Tensor, bias: Tensor | None, problem: Problem
+) -> Tensor:
     """Loss of each of this rank's samples: [B], differentiable in x [B, D], norms [B], weight [R_all, (K,) D], bias.
 
     `problem.x` holds the same embeddings gathered from all ranks (N = B * world_size, this rank's part at its place).
@@ -109,7 +111,7 @@ class _SoftmaxSums(torch.autograd.Function):
         sweep.forward(keep_output=need_x, keep_cache=need_weight or need_bias)
         batch = len(x)
         start = problem.comm.rank * batch
-        ctx.sweep, ctx.batch, ctx.weight = sweep, batch, weight
+        ctx.sweep, ctx.weight = sweep, weight
         ctx.needs = (need_x, need_norms, need_weight, need_bias)
         ctx.versions = (weight._version, None if bias is None else bias._version)
         ctx.mark_non_differentiable(shift := sweep.shift_of(start, batch))
@@ -118,7 +120,7 @@ class _SoftmaxSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, grad_own, _):  # type: ignore[no-untyped-def]
-        sweep, problem, batch = ctx.sweep, ctx.sweep.problem, ctx.batch
+        sweep, problem = ctx.sweep, ctx.sweep.problem
         need_x, need_norms, need_weight, need_bias = ctx.needs
         comm = problem.comm
         grads = comm.all_gather(torch.stack([grad_total, grad_own], 1)).wait()  # [N, 2]; dW needs every rank's
@@ -159,6 +161,9 @@ class _Sweep:
         constant = math.log(max(problem.num_classes, 1)) / 2
         self.shift = problem.x.new_full((self.num_samples,), constant if self.constant_shift else -math.inf)
         self.total = problem.x.new_zeros(self.num_samples)
+        self.own = problem.x.new_zeros(self.num_samples)  # own logits
+        self.own_center: Tensor | None = None  # [M] the nearest sub-centre
+        self.own_cos: Tensor | None = None  # [N] of all ranks' classes, where `others` needs it
         self.output: Tensor | None = None
         self.mine = (problem.place >= 0).nonzero().squeeze(1)  # [M] samples whose class this rank holds
         self.mine_rows = problem.place[self.mine]  # [M]
@@ -201,17 +206,15 @@ class _Sweep:
             cos, self.own_center = dots.max(1)
             self.own_unit = self.own_unit[torch.arange(len(cos), device=cos.device), self.own_center]
         else:
-            cos, self.own_center = dots, None
+            cos = dots
         if self.bias is not None:
             cos = cos + self.bias[self._rows_of(self.mine_rows)]
-        self.own_cos: Tensor | None = None
         if scoring.others is not None:
             everyone = problem.x.new_zeros(self.num_samples)
             everyone[self.mine] = cos
             self.own_cos = problem.comm.all_reduce(everyone).wait()
         if problem.observe is not None:
             problem.observe(self.own_cos)
-        self.own = problem.x.new_zeros(self.num_samples)
         self.own[self.mine] = scoring.scale * self._target(cos)
 
     def _target(self, cos: Tensor) -> Tensor:
@@ -310,7 +313,9 @@ class _Sweep:
         unit = problem.workspace.get("unit", self.weight, *block.shape)
         return torch.mul(block, inverse, out=unit), inverse
 
-    def _logits(self, index: int, start: int, stop: int, unit: Tensor, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _logits(
+        self, index: int, start: int, stop: int, unit: Tensor, name: str
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Logits [N, n] of a block, -inf at own entries; d logit / d cosine over scale; the sub-centre that won."""
         problem, scoring = self.problem, self.problem.scoring
         flat = unit.flatten(0, -2)  # [n * K, D]
@@ -371,10 +376,7 @@ class _Sweep:
             unit, inverse = self._unit_block(start, stop)
             spread, shrink = self._exponentials_again(index, start, stop, unit)
             a = pull if shrink is None else pull * shrink[:, None]
-            if whole is None:
-                grad = problem.workspace.get("gradient", self.weight, *unit.shape)
-            else:
-                grad = whole[start:stop]
+            grad = problem.workspace.get("gradient", self.weight, *unit.shape) if whole is None else whole[start:stop]
             torch.mm(spread.T, a, out=grad.view(-1, grad.shape[-1]))
             own = slice(self.mine_bounds[index], self.mine_bounds[index + 1])
             self._add_own(grad, own_rows[own], own, start)
@@ -405,7 +407,7 @@ class _Sweep:
         return torch.zeros_like(self.weight).index_copy_(0, problem.rows, whole)
 
     def _exponentials_again(self, index: int, start: int, stop: int, unit: Tensor) -> tuple[Tensor, Tensor | None]:
-        """E * f' of a block spread over sub-centres [N, n * K], from the cache or computed anew; a row factor if any."""
+        """E * f' of a block spread over sub-centres [N, n * K], cached or computed anew; and a row factor if any."""
         if index in self.cache and self.problem.workspace.owner is self:
             if self.constant_shift:
                 return self.cache[index], None

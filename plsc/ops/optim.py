@@ -127,7 +127,9 @@ class RowUpdate:
         apply_rows(self.optimizer, self.weight, self.state, self.rows, self.grad)
 
 
-def apply_rows(optimizer: RowOptimizer, weight: Tensor, state: State, rows: Tensor | slice | None, grad: Tensor) -> None:
+def apply_rows(
+    optimizer: RowOptimizer, weight: Tensor, state: State, rows: Tensor | slice | None, grad: Tensor
+) -> None:
     """One optimizer step on the chosen rows of `weight` and of its state, everything else untouched."""
     with torch.no_grad():
         if rows is None or isinstance(rows, slice):

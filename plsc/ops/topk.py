@@ -11,8 +11,15 @@ from plsc.ops.packing import gather_packed
 
 @torch.no_grad()
 def class_topk(
-    x: Tensor, weight: Tensor, k: int, *, comm: Communicator, shard: Shard, bias: Tensor | None = None,
-    normalize: bool = True, block: int = 4096,
+    x: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    comm: Communicator,
+    shard: Shard,
+    bias: Tensor | None = None,
+    normalize: bool = True,
+    block: int = 4096,
 ) -> tuple[Tensor, Tensor]:
     """Highest scores and their global class ids for this rank's samples; every rank calls it with the same B.
 
@@ -41,7 +48,9 @@ def class_topk(
     batch, world = len(x), comm.world_size
     all_scores, all_classes = gather_packed([scores, classes], comm)  # [W * N, k]
     mine = slice(comm.rank * batch, (comm.rank + 1) * batch)
-    merged = [t.view(world, len(queries), k)[:, mine].transpose(0, 1).reshape(batch, -1) for t in (all_scores, all_classes)]
+    merged = [
+        t.view(world, len(queries), k)[:, mine].transpose(0, 1).reshape(batch, -1) for t in (all_scores, all_classes)
+    ]
     return _best(merged[0], merged[1], k)
 
 

@@ -34,8 +34,14 @@ def build_data(config: DataConfig, *, seed: int, split: str = "train", progress:
     data: Dataset
     if config.kind == "glyphs":
         data = Glyphs(
-            image_size=size, channels=channels, fonts=config.fonts, min_faces=config.min_faces, split=split,
-            test_share=config.held_out, seed=seed, progress=progress,
+            image_size=size,
+            channels=channels,
+            fonts=config.fonts,
+            min_faces=config.min_faces,
+            split=split,
+            test_share=config.held_out,
+            seed=seed,
+            progress=progress,
         )
     elif config.kind == "folder":
         data = ImageFolder(config.path, image_size=size, channels=channels)
@@ -94,9 +100,7 @@ def build_transform(config: DataConfig) -> Augment | None:
 
 def build_backbone(config: Config) -> nn.Module:
     data, model = config.data, config.model
-    return build_model(
-        model.backbone, model.embedding_size, image_size=data.image_size, in_channels=data.channels
-    )
+    return build_model(model.backbone, model.embedding_size, image_size=data.image_size, in_channels=data.channels)
 
 
 def build_head(config: Config, classes: int, comm: Communicator) -> Head:
@@ -107,8 +111,15 @@ def build_head(config: Config, classes: int, comm: Communicator) -> Head:
             raise ValueError("head.margin 'linear' takes no sample_rate, sub_centers, fused or filter_threshold")
         return ClassParallelLinear(size, classes, comm=comm, seed=config.seed, cache_mb=ask.cache_mb)
     return ClassParallelHead(
-        size, classes, margin=build_margin(ask.margin, ask.margin_args), comm=comm, sample_rate=ask.sample_rate,
-        sub_centers=ask.sub_centers, filter_threshold=ask.filter_threshold, seed=config.seed, cache_mb=ask.cache_mb,
+        size,
+        classes,
+        margin=build_margin(ask.margin, ask.margin_args),
+        comm=comm,
+        sample_rate=ask.sample_rate,
+        sub_centers=ask.sub_centers,
+        filter_threshold=ask.filter_threshold,
+        seed=config.seed,
+        cache_mb=ask.cache_mb,
         head_optimizer=build_row_optimizer(config.optim) if ask.fused else None,
     )
 
@@ -125,7 +136,9 @@ def build_margin(name: str, args: dict[str, Any]) -> Margin:
     names = list(inspect.signature(kind).parameters)
     for key in args:
         if key not in names:
-            raise ValueError(f"head.margin_args: unknown {key!r}{did_you_mean(key, names)}; {name} takes {', '.join(names)}")
+            raise ValueError(
+                f"head.margin_args: unknown {key!r}{did_you_mean(key, names)}; {name} takes {', '.join(names)}"
+            )
     made = kind(**args)
     if not isinstance(made, Margin):
         raise ValueError(f"head.margin {name!r} made a {type(made).__name__}, expected a plsc.Margin")
@@ -148,7 +161,12 @@ def build_optim(config: Config, *modules: nn.Module) -> Optimizer:
         modules = modules[:-1]
     groups = param_groups(*modules, weight_decay=ask.weight_decay)
     return build_optimizer(
-        ask.name, groups, lr=ask.lr, momentum=ask.momentum, nesterov=ask.nesterov, weight_decay=ask.weight_decay,
+        ask.name,
+        groups,
+        lr=ask.lr,
+        momentum=ask.momentum,
+        nesterov=ask.nesterov,
+        weight_decay=ask.weight_decay,
         betas=ask.betas,
     )
 
@@ -156,9 +174,13 @@ def build_optim(config: Config, *modules: nn.Module) -> Optimizer:
 def build_schedule(config: Config, total_steps: int, steps_per_epoch: float) -> Schedule:
     ask = config.optim
     return Schedule(
-        ask.schedule, total_steps, warmup_steps=min(round(ask.warmup_epochs * steps_per_epoch), total_steps),
-        power=ask.power, milestones=tuple(round(epoch * steps_per_epoch) for epoch in ask.milestones),
-        gamma=ask.gamma, final=ask.final,
+        ask.schedule,
+        total_steps,
+        warmup_steps=min(round(ask.warmup_epochs * steps_per_epoch), total_steps),
+        power=ask.power,
+        milestones=tuple(round(epoch * steps_per_epoch) for epoch in ask.milestones),
+        gamma=ask.gamma,
+        final=ask.final,
     )
 
 
@@ -168,4 +190,4 @@ def import_attr(spec: str, what: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), attr)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{what} is {spec!r}: {error}; expected an importable \"package.module:name\"") from error
+        raise ValueError(f'{what} is {spec!r}: {error}; expected an importable "package.module:name"') from error

@@ -162,6 +162,7 @@ def _write(
     except (ValueError, CheckpointError):  # agreed: no rank is writing any more
         if comm.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
+        comm.barrier()  # whoever catches the error finds the directory as it was
         raise
     if comm.rank == 0:
         logger.info("saved step %d to %s", step, target)

@@ -46,7 +46,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The backbone: a name of plsc.models, or "module:attr" called as attr(embedding_size, image_size=, in_channels=)."""
+    """The backbone: a name of plsc.models, or "module:attr", called attr(embedding_size, image_size=, in_channels=)."""
 
     backbone: str = "iresnet50"
     embedding_size: int = 512

@@ -46,9 +46,13 @@ Array = NDArray[Any]
 class SplitHead(Protocol):
     """What an export of centres needs of a head: its rows of all classes, which they are, and who has the others."""
 
-    weight: Tensor  # [C_local, D] or [C_local, K, D]
     shard: Shard
     comm: Communicator
+
+    @property
+    def weight(self) -> Tensor:
+        """[C_local, D] or [C_local, K, D]."""
+        ...
 
 
 @dataclass(frozen=True)

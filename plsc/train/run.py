@@ -18,7 +18,9 @@ from plsc.train.trainer import AMP_DTYPES, Trainer
 logger = logging.getLogger(__name__)
 
 
-def train(config: Config, *, comm: Communicator | None = None, progress: Progress | None = None) -> dict[str, Any] | None:
+def train(
+    config: Config, *, comm: Communicator | None = None, progress: Progress | None = None
+) -> dict[str, Any] | None:
     """Trains, evaluates, plots and exports; returns the figures, or None if a signal stopped the run early."""
     trainer = Trainer(config, comm=comm, progress=progress)
     if not trainer.fit():
@@ -60,7 +62,9 @@ def export_run(trainer: Trainer) -> dict[str, Path]:
     """Writes model.onnx, centres.safetensors and embeddings.safetensors into the run's export folder; collective."""
     config, out = trainer.config, trainer.out / "export"
     paths = {
-        "onnx": out / "model.onnx", "centres": out / "centres.safetensors", "embeddings": out / "embeddings.safetensors",
+        "onnx": out / "model.onnx",
+        "centres": out / "centres.safetensors",
+        "embeddings": out / "embeddings.safetensors",
     }
     digest = model_digest(trainer.backbone)
     rank0 = trainer.fleet.rank == 0
@@ -77,8 +81,12 @@ def export_run(trainer: Trainer) -> dict[str, Path]:
     if data is None or embeddings is None:
         data = trainer.data if data is None else data
         embeddings = embed(
-            trainer.backbone, data, comm=trainer.fleet.comm, batch_size=config.eval.batch_size,
-            autocast=AMP_DTYPES[config.strategy.amp], flip=config.eval.flip,
+            trainer.backbone,
+            data,
+            comm=trainer.fleet.comm,
+            batch_size=config.eval.batch_size,
+            autocast=AMP_DTYPES[config.strategy.amp],
+            flip=config.eval.flip,
         )
     if rank0:
         sample_names = [data.name(i) for i in range(len(data))]

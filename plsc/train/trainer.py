@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from plsc.comm import Communicator
+from plsc.data import Dataset, Pairs
 from plsc.fleet import Fleet, NonFiniteLoss
 from plsc.strategies import first_nonfinite, set_lr
 from plsc.train import build
@@ -31,7 +32,9 @@ AMP_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Trainer:
     """A run from its config: build, resume if there is something to resume, `fit`, `evaluate`."""
 
-    def __init__(self, config: Config, *, comm: Communicator | None = None, progress: build.Progress | None = None) -> None:
+    def __init__(
+        self, config: Config, *, comm: Communicator | None = None, progress: build.Progress | None = None
+    ) -> None:
         self.config = config
         self.fleet = Fleet(config.strategy, comm)
         comm = self.fleet.comm
@@ -40,9 +43,15 @@ class Trainer:
         comm.barrier()
         self.data = build.build_data(config.data, seed=config.seed)
         self.num_classes = build.num_classes(config, self.data)
-        self.eval_data, self.pairs = (None, None) if config.eval.task == "none" else build.build_eval(config, self.data)
+        self.eval_data: Dataset | None = None
+        self.pairs: Pairs | None = None
+        if config.eval.task != "none":
+            self.eval_data, self.pairs = build.build_eval(config, self.data)
         self.loader = self.fleet.loader(
-            self.data, config.batch_size, seed=config.seed, transform=build.build_transform(config.data),
+            self.data,
+            config.batch_size,
+            seed=config.seed,
+            transform=build.build_transform(config.data),
             workers=config.data.workers,
         )
         if comm.rank > 0:  # rank 0 draws the weights that all get; ranks as threads share torch's generator with it
@@ -127,6 +136,7 @@ class Trainer:
 
     def _explain(self, error: NonFiniteLoss, images: Tensor, labels: Tensor) -> NonFiniteLoss:
         """Runs the forward pass again to find where the first value that is not finite came from."""
+
         def forward() -> None:
             with torch.no_grad(), self.fleet.autocast():
                 self.head(self.backbone(images), labels)
@@ -135,8 +145,9 @@ class Trainer:
         names = [found for found in self.fleet.comm.gather_objects(name) if found]
         latest = self.checkpoints.latest()
         return NonFiniteLoss(
-            f"{error} at step {self.step + 1}; first tensor that is not finite: {names[0] if names else 'the loss itself'}; "
-            f"last checkpoint: {latest or 'none'}; lower the learning rate, clip (strategy.clip_norm) or use amp bf16"
+            f"{error} at step {self.step + 1}; first tensor that is not finite: "
+            f"{names[0] if names else 'the loss itself'}; last checkpoint: {latest or 'none'}; "
+            "lower the learning rate, clip (strategy.clip_norm) or use amp bf16"
         )
 
     # ---- checkpoints
@@ -144,14 +155,16 @@ class Trainer:
     def parts(self) -> dict[str, Any]:
         """Everything a resumed run needs, by name."""
         return {
-            "backbone": self.backbone, "head": self.head, "optimizer": self.optimizer, "fleet": self.fleet,
+            "backbone": self.backbone,
+            "head": self.head,
+            "optimizer": self.optimizer,
+            "fleet": self.fleet,
             "loader": self.loader,
         }
 
     def save(self) -> Path:
         path = self.checkpoints.save(self.step, extra={"num_classes": self.num_classes}, **self.parts())
         self._last_saved = self.step
-        logger.info("saved %s", path)
         return path
 
     def resume(self) -> bool:
@@ -174,8 +187,15 @@ class Trainer:
         parameters = sum(p.numel() for p in self.backbone.parameters())
         logger.info(
             "%d images, %d classes, %d ranks; %s with %.2f M parameters, head of %d x %d; %d steps of %d images",
-            len(self.data), self.num_classes, comm.world_size, config.model.backbone, parameters / 1e6,
-            self.num_classes, config.model.embedding_size, self.total_steps, config.batch_size,
+            len(self.data),
+            self.num_classes,
+            comm.world_size,
+            config.model.backbone,
+            parameters / 1e6,
+            self.num_classes,
+            config.model.embedding_size,
+            self.total_steps,
+            config.batch_size,
         )
 
     # ---- evaluation
@@ -186,8 +206,11 @@ class Trainer:
         if self.eval_data is None:
             return {}
         options: dict[str, Any] = {
-            "comm": self.fleet.comm, "batch_size": config.eval.batch_size, "device": self.fleet.device,
-            "autocast": AMP_DTYPES[config.strategy.amp], "flip": config.eval.flip,
+            "comm": self.fleet.comm,
+            "batch_size": config.eval.batch_size,
+            "device": self.fleet.device,
+            "autocast": AMP_DTYPES[config.strategy.amp],
+            "flip": config.eval.flip,
         }
         result: dict[str, Any]
         if self.pairs is None:
@@ -252,12 +275,20 @@ class _Meter:
         total = torch.stack(self.losses).mean()
         loss = float(trainer.fleet.comm.all_reduce(total).wait()) / trainer.fleet.world_size
         if not math.isfinite(loss):
-            raise NonFiniteLoss(f"the loss is {loss} at step {trainer.step}; last checkpoint: {trainer.checkpoints.latest()}")
+            raise NonFiniteLoss(
+                f"the loss is {loss} at step {trainer.step}; last checkpoint: {trainer.checkpoints.latest()}"
+            )
         seconds = max(time.perf_counter() - self.since, 1e-9)
         rate, done = self.images / seconds, trainer.step - self.steps
         eta = (trainer.total_steps - trainer.step) * seconds / max(done, 1)
         lr = trainer.optimizer.param_groups[0]["lr"]
-        record = {"step": trainer.step, "epoch": trainer.loader.epoch, "loss": loss, "lr": lr, "images_per_second": rate}
+        record = {
+            "step": trainer.step,
+            "epoch": trainer.loader.epoch,
+            "loss": loss,
+            "lr": lr,
+            "images_per_second": rate,
+        }
         if grad_norm is not None:
             record["grad_norm"] = grad_norm
         if trainer.fleet.scaler is not None:
@@ -266,7 +297,14 @@ class _Meter:
             trainer.log.write(record)
         logger.info(
             "step %d/%d  epoch %d/%d  loss %.4f  lr %.4g  %.0f images/s  ETA %s",
-            trainer.step, trainer.total_steps, trainer.loader.epoch + 1, trainer.config.epochs, loss, lr, rate, clock(eta),
+            trainer.step,
+            trainer.total_steps,
+            trainer.loader.epoch + 1,
+            trainer.config.epochs,
+            loss,
+            lr,
+            rate,
+            clock(eta),
         )
         self.restart()
 

@@ -14,18 +14,29 @@ ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., list[subprocess.Popen[str]]]
 
 
+def find_port() -> int:
+    """A port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+@pytest.fixture
+def free_port() -> int:
+    return find_port()
+
+
 @pytest.fixture
 def start_ranks() -> Iterator[Start]:
     """start_ranks(script, world_size, *args): the processes, in rank order; none of them outlives the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(script: Path, world_size: int, *args: str) -> list[subprocess.Popen[str]]:
-        with socket.socket() as probe:  # a port that is free now; the ranks take it a moment later
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        shared = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        place = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_port()}
+        shared = {**place, "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "lo"}
         for rank in range(world_size):
-            own = {**shared, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "lo"}
+            own = {**shared, "RANK": rank, "LOCAL_RANK": rank}
             env = {**os.environ, **{name: str(value) for name, value in own.items()}}
             command = [sys.executable, str(script), *args]
             started.append(

@@ -230,7 +230,7 @@ def check_split(comm: Communicator) -> None:
     group = next(group for group in groups if comm.rank in group)
     part = comm.split(groups)
     assert (part.rank, part.world_size) == (group.index(comm.rank), len(group))
-    assert part.members == tuple(group)
+    assert part.members == tuple(comm.members[rank] for rank in group)
     assert part.gather_objects(comm.rank) == group
     x = comm.all_reduce(torch.ones(2))  # the groups and the whole do not disturb each other
     same(part.all_reduce(data(comm.rank, (3,))).wait(), torch.stack([data(r, (3,)) for r in group]).sum(0))
@@ -289,7 +289,7 @@ def check_checked(comm: Communicator) -> None:
         good(checked)
     if n == 1:
         return
-    last, x = f"rank {n - 1} has ", torch.ones(2, 3)
+    last, x = f"rank {comm.members[-1]} has ", torch.ones(2, 3)  # errors name ranks of the world
     wrong: list[tuple[str, Callable[[], Any]]] = [
         (f"verb differs: .*{last}barrier", lambda: checked.barrier() if odd else checked.all_reduce(x)),
         (f"dtype differs: .*{last}float64", lambda: checked.all_reduce(x.double() if odd else x)),
@@ -301,7 +301,7 @@ def check_checked(comm: Communicator) -> None:
         (f"shape differs: .*{last}", lambda: checked.reduce_scatter(torch.ones(2 * n if odd else n))),
         (f"groups differs: .*{last}", lambda: checked.split([everyone[::-1] if odd else everyone])),
         (
-            rf"rank {n - 1} sends 2 rows to rank 0, which expects 1",
+            f"rank {comm.members[-1]} sends 2 rows to rank {comm.members[0]}, which expects 1",
             lambda: checked.all_to_all(torch.ones(n + odd), send_sizes=[1 + odd] + [1] * (n - 1), recv_sizes=[1] * n),
         ),
     ]

@@ -1,6 +1,7 @@
 """Verbs between processes that fail name the rank to blame; run as a script, this file is one rank of such a world."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -27,8 +28,6 @@ FAULTS = (
 
 @pytest.mark.parametrize(("fault", "culprit", "words"), FAULTS)
 def test_names_the_culprit(fault: str, culprit: int, words: str, start_ranks: Any, finish_ranks: Any) -> None:
-    import re
-
     processes = start_ranks(Path(__file__), 3, fault, str(culprit))
     others = [process for rank, process in enumerate(processes) if rank != culprit]
     texts = finish_ranks(others, 90.0)

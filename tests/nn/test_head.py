@@ -67,7 +67,9 @@ def reference_losses(
         absent = torch.ones(len(w), dtype=torch.bool)
         absent[rows] = False
         logits = logits.masked_fill(absent, -math.inf)
-    rest = torch.logsumexp(logits.scatter(1, index, -math.inf), 1)  # log_softmax - 1 would cancel where the own class wins
+    rest = torch.logsumexp(
+        logits.scatter(1, index, -math.inf), 1
+    )  # log_softmax - 1 would cancel where the own class wins
     losses = F.softplus(rest - margin.scale * target)
     extra = margin.regularizer(norms)
     return torch.where(valid, losses if extra is None else losses + extra, 0.0)
@@ -251,7 +253,9 @@ def test_head_optimizer_equals_torch(name: str, world: int, deferred: bool) -> N
     torch.testing.assert_close(got, plain.detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9, weight_decay=0.1), AdamW(0.1, weight_decay=0.1), LARS(0.1)])
+@pytest.mark.parametrize(
+    "optimizer", [SGD(0.1, momentum=0.9, weight_decay=0.1), AdamW(0.1, weight_decay=0.1), LARS(0.1)]
+)
 def test_unsampled_rows_and_state_stay_untouched(optimizer: object) -> None:
     head = nn.ClassParallelHead(DIM, 300, sample_rate=0.1, head_optimizer=optimizer, seed=2)
     g = torch.Generator().manual_seed(1)

@@ -92,5 +92,5 @@ def test_properties_of_the_reference_operator(shared: Path) -> None:
 
 
 def test_bad_rate() -> None:
-    with pytest.raises(ValueError, match="sample rate is 1.2"):
+    with pytest.raises(ValueError, match=r"sample rate is 1\.2"):
         sample_classes(torch.tensor([0]), Shard(3, 0, 1), rate=1.2, seed=0, step=0)

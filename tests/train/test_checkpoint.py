@@ -1,31 +1,21 @@
-"""Checkpoints: any world size, bitwise, atomic, without pickle; wrong ones are refused before anything changes."""
+"""Checkpoints: any world size, bit for bit, no pickle; what does not fit is refused before anything changes."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import SGD, AdamW, Optimizer
 
 from plsc.comm import Communicator, Shard, mark, run_ranks, shard_of, world
-from plsc.train import storage
-from plsc.train.checkpoint import CheckpointError, Checkpoints, describe, load, save
-from plsc.train.storage import RowShard, SafetensorsReader, SafetensorsWriter
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from plsc.train.checkpoint import Checkpoints, describe, load, save
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -121,7 +111,7 @@ def saved_run(path: Path, world_size: int = 4, **options: Any) -> dict[str, Tens
 def test_loads_on_any_number_of_ranks(
     tmp_path: Path, make: Callable[[Any], Optimizer], classes: int, centers: int
 ) -> None:
-    options = {"classes": classes, "centers": centers, "make": make}
+    options: dict[str, Any] = {"classes": classes, "centers": centers, "make": make}
     truth = saved_run(tmp_path / "a", **options)
     assert len(truth) == 7 + 2 + 6 * (3 if make is ADAMW else 1)
 
@@ -210,7 +200,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
     source, target = Mixed(fill=7), Mixed()
     save(tmp_path / "a", mixed=source)
     load(tmp_path / "a", mixed=target)
-    assert target.fill == 7 and int(target.count) == 7
+    assert target.fill == 7 and int(target.get_buffer("count")) == 7
     for (name, a), (_, b) in zip(source.named_buffers(), target.named_buffers(), strict=True):
         bits = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
         assert a.dtype == b.dtype and torch.equal(*bits), name
@@ -218,8 +208,8 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_state_of_another_type_than_its_parameter_keeps_its_bits(tmp_path: Path) -> None:
-    def make() -> tuple[nn.Module, Optimizer]:
-        module = nn.Linear(3, 2, bias=False).to(torch.bfloat16)
+    def make() -> tuple[nn.Linear, Optimizer]:
+        module: nn.Linear = nn.Linear(3, 2, bias=False).to(torch.bfloat16)
         return module, SGD(module.parameters(), lr=torch.tensor(0.1), momentum=0.9)
 
     module, optimizer = make()
@@ -246,14 +236,35 @@ def test_optimizer_without_state_clears_the_live_one(tmp_path: Path) -> None:
     assert not run.optimizer.state
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_between_a_gpu_and_the_host(tmp_path: Path) -> None:
+    def make(device: str) -> tuple[nn.Linear, Optimizer]:
+        module = nn.Linear(3, 2).to(device)
+        return module, AdamW(module.parameters(), fused=device == "cuda")
+
+    first, optimizer = make("cuda")
+    first(torch.ones(1, 3, device="cuda")).sum().backward()
+    optimizer.step()
+    save(tmp_path / "a", module=first, optimizer=optimizer)
+    for device in ("cuda", "cpu"):
+        module, resumed = make(device)
+        load(tmp_path / "a", module=module, optimizer=resumed)
+        state, truth = resumed.state[module.weight], optimizer.state[first.weight]
+        assert torch.equal(module.weight.cpu(), first.weight.cpu())
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[key].cpu(), truth[key].cpu()) and state[key].device.type == device
+        module(torch.ones(1, 3, device=device)).sum().backward()
+        resumed.step()
+
+
 # ---- what is written
 
 
 def test_whole_tensors_are_written_once_and_are_rank_0s(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         run = Run(comm, classes=5)
-        run.backbone.norm.running_mean.fill_(comm.rank + 1.0)  # statistics that were not synchronised
-        run.backbone.norm.running_var.fill_(comm.rank + 1.0)
+        for name in ("running_mean", "running_var"):  # statistics that were not synchronised
+            run.backbone.norm.get_buffer(name).fill_(comm.rank + 1.0)
         save(tmp_path / "a", comm=comm, **run.parts)
 
     run_ranks(4, body)
@@ -287,50 +298,6 @@ def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for path in files:
         head = path.read_bytes()[:2]
         assert head not in (b"PK", *(b"\x80" + bytes([protocol]) for protocol in range(1, 6))), path
-
-
-def test_only_the_rows_that_are_needed_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved_run(tmp_path / "a", classes=10)
-    read: list[int] = []
-    inner = storage.safe_open
-
-    class Slice:
-        def __init__(self, wrapped: Any) -> None:
-            self.wrapped = wrapped
-
-        def __getitem__(self, index: Any) -> Tensor:
-            piece: Tensor = self.wrapped[index]
-            read.append(piece.shape[0])
-            return piece
-
-    class Recording:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.file = inner(*args, **kwargs)
-
-        def __enter__(self) -> Recording:
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *args: Any) -> None:
-            self.file.__exit__(*args)
-
-        def get_slice(self, key: str) -> Slice:
-            return Slice(self.file.get_slice(key))
-
-    monkeypatch.setattr(storage, "safe_open", Recording)
-    shard = Shard(10, 1, 3)
-    head = Head(world(), 10)
-    head.weight = mark(nn.Parameter(torch.zeros(shard.size, 4)), shard)
-    head.bias = mark(nn.Parameter(torch.zeros(shard.size)), shard)
-    load(tmp_path / "a", head=head)
-    assert sum(read) == 2 * shard.size and torch.equal(head.weight, load_whole(tmp_path / "a")[4:8])
-
-
-def load_whole(path: Path) -> Tensor:
-    """head/weight, read by plain torch."""
-    weight = torch.zeros(10, 4)
-    dcp.load({"head/weight": weight}, storage_reader=SafetensorsReader(path), no_dist=True)
-    return weight
 
 
 def test_json_says_what_is_in_it(tmp_path: Path) -> None:
@@ -371,7 +338,10 @@ def test_any_json_and_tensors_inside_it(tmp_path: Path) -> None:
         "nested": {"t": numbers(3), "list": [numbers(2, seed=1), torch.tensor(4)]},
     }  # fmt: skip
     save(tmp_path / "a", part=Stateful(state))
-    for target in (Stateful({}), Stateful({"nested": {"t": torch.zeros(3), "list": [torch.zeros(2), torch.tensor(0)]}})):
+    for target in (
+        Stateful({}),
+        Stateful({"nested": {"t": torch.zeros(3), "list": [torch.zeros(2), torch.tensor(0)]}}),
+    ):
         load(tmp_path / "a", part=target)
         nested = target.state.pop("nested")
         assert target.state == {key: state[key] for key in ("a", "b", "inf")}
@@ -513,7 +483,7 @@ MISFITS: dict[str, tuple[Callable[[Run], dict[str, Any]], str]] = {
     ),
     "names": (
         other_names,
-        r"backbone is not what was saved \(not in the checkpoint: backbone/0.bias, .* and 3 more; only in the checkpoint: ",
+        r"backbone is not what was saved \(not in the checkpoint: backbone/0.bias, .* and 3 more; only in the check",
     ),
     "dimensions": (
         lambda run: {"head": Head(run.comm, 10, dim=6)},
@@ -534,7 +504,7 @@ MISFITS: dict[str, tuple[Callable[[Run], dict[str, Any]], str]] = {
     ),
     "missing part": (lambda run: {"loader": Stateful({})}, r"no part 'loader'; it has backbone, head, optimizer"),
     "kind": (lambda run: {"head": Stateful({})}, r"head: the checkpoint has a part of kind module, got stateful"),
-    "no state": (lambda run: {"head": 3}, r"head: got int, expected a module, an optimizer, or an object with state_dict"),
+    "no state": (lambda run: {"head": 3}, r"head: got int, expected a module, an optimizer, or an object with "),
     "optimizer": (other_optimizer, r"optimizer: the checkpoint has the state of SGD, got AdamW; use the same"),
     "groups": (one_group, r"optimizer: the checkpoint has 2 parameter groups, got 1"),
     "parameters": (renamed_optimizer, r"optimizer is not what was saved \(not in the checkpoint: trunk/conv.bias"),
@@ -544,7 +514,7 @@ MISFITS: dict[str, tuple[Callable[[Run], dict[str, Any]], str]] = {
     ),
     "state dtype": (
         other_state_dtype,
-        r"optimizer/backbone/conv.weight/momentum_buffer: the checkpoint has torch.float32, the live tensor torch.float64",
+        r"optimizer/backbone/conv.weight/momentum_buffer: the checkpoint has torch.float32, the live .* torch.float64",
     ),
 }  # fmt: skip
 
@@ -575,7 +545,7 @@ def test_a_misfit_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         backbone = Backbone(width=5 if comm.rank == 1 else 3, seed=70)
         before = {name: value.clone() for name, value in backbone.state_dict().items()}
-        with pytest.raises(ValueError, match="could not load .*: rank 1: .*shape"):
+        with pytest.raises(ValueError, match=r"could not load .*: rank 1: .*shape"):
             load(tmp_path / "a", comm=comm, backbone=backbone)
         assert same(dict(backbone.state_dict()), before)
 
@@ -613,7 +583,8 @@ def test_ranks_must_save_the_same_thing(tmp_path: Path) -> None:
         save(tmp_path / "a", comm=comm, step=comm.rank, loader=Stateful({}))
 
     def differing_parts(comm: Communicator) -> None:
-        save(tmp_path / "a", comm=comm, **{"odd" if comm.rank == 2 else "even": Stateful({})})
+        parts: dict[str, Any] = {"odd" if comm.rank == 2 else "even": Stateful({})}
+        save(tmp_path / "a", comm=comm, **parts)
 
     def differing_shape(comm: Communicator) -> None:
         save(tmp_path / "a", comm=comm, backbone=Backbone(width=3 + comm.rank % 2))
@@ -634,219 +605,3 @@ def test_ranks_must_save_the_same_thing(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             run_ranks(4, body)
         assert list(tmp_path.iterdir()) == []
-
-
-# ---- whole or not at all
-
-
-def test_checkpoints_keep_the_newest(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        run = Run(comm)
-        checkpoints = Checkpoints(tmp_path / "deep" / "er", keep=2, comm=comm)
-        assert checkpoints.load(**run.parts) is None and checkpoints.latest() is None
-        comm.barrier()
-        for step in (5, 10, 120):
-            path = checkpoints.save(step, {"step": step}, **run.train(1).parts)
-        assert path.name == "step_00000120" and checkpoints.latest() == path
-        assert list(checkpoints.steps()) == [10, 120]
-        other = Run(comm, seed=900)
-        resumed = checkpoints.load(**other.parts)
-        assert resumed is not None and (resumed.path, resumed.step, resumed.extra) == (path, 120, {"step": 120})
-        assert same(other.whole(), run.whole())
-        with pytest.raises(ValueError, match="step_00000120 holds a checkpoint already"):
-            checkpoints.save(120, **run.parts)
-        comm.barrier()
-        checkpoints.save(7, **run.parts)  # a run that went back: what was just saved stays
-        assert list(checkpoints.steps()) == [7, 10, 120]
-
-    run_ranks(3, body)
-    folder = tmp_path / "deep" / "er"
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000007", "step_00000010", "step_00000120"]
-    assert (folder / "latest").read_text() == "step_00000007\n"
-    with pytest.raises(ValueError, match="keep: got 0"):
-        Checkpoints(folder, keep=0)
-
-
-def test_save_refuses_a_directory_in_use(tmp_path: Path) -> None:
-    saved_run(tmp_path / "a", world_size=1)
-    with pytest.raises(ValueError, match="holds a checkpoint already"):
-        save(tmp_path / "a", backbone=Backbone())
-    (tmp_path / "b").mkdir()
-    save(tmp_path / "b", backbone=Backbone())  # empty: fine
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="not empty"):
-        save(tmp_path / "c", backbone=Backbone())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
-
-
-def test_torn_directories_are_passed_over(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=9)
-    run = Run(world())
-    paths = [checkpoints.save(step, **run.train(1).parts) for step in range(1, 6)]
-    (paths[4] / "metadata.json").unlink()
-    text = (paths[3] / "metadata.json").read_text()
-    (paths[3] / "metadata.json").write_text(text[: len(text) // 2])
-    data = paths[2] / "rank_00000.safetensors"
-    os.truncate(data, data.stat().st_size - 1)
-    (paths[1] / "rank_00000.safetensors").unlink()
-    (tmp_path / ".tmp-step_00000009-0123abcd").mkdir()
-    (tmp_path / "step_00000077").mkdir()
-    assert checkpoints.latest() == paths[0]
-    resumed = checkpoints.load(**run.parts)
-    assert resumed is not None and resumed.step == 1
-    for path, message in ((paths[4], "no checkpoint"), (paths[3], "is damaged"), (paths[2], "bytes, expected")):
-        with pytest.raises(ValueError, match=message):
-            load(path, **run.parts)
-
-
-def test_a_newer_format_is_named(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    run = Run(world())
-    checkpoints.save(1, **run.parts)
-    file = checkpoints.save(2, **run.parts) / "metadata.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format_version": 2}))
-    with pytest.raises(ValueError, match="has checkpoint format 2, this plsc reads up to 1: a newer plsc wrote it"):
-        checkpoints.load(**run.parts)  # not silently step 1
-
-
-@pytest.mark.parametrize("file", ["rank_00002.safetensors", ".tmp-metadata.json", "rank_00000.safetensors"])
-def test_a_full_disk_on_one_rank_is_an_error_on_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
-    truth = saved_run(tmp_path / "step_00000001", world_size=4)
-    inner = storage.write_durably
-
-    def full(path: Path, pieces: Any) -> int:
-        if path.name == file:
-            inner(path, [next(iter(pieces))])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return inner(path, pieces)
-
-    monkeypatch.setattr(storage, "write_durably", full)
-    failing = 2 if "2" in file else 0
-
-    def body(comm: Communicator) -> None:
-        run = Run(comm).train(3)
-        checkpoints = Checkpoints(tmp_path, keep=1, comm=comm)
-        with pytest.raises(CheckpointError, match=rf"rank {failing}: OSError: .*No space left on device"):
-            checkpoints.save(2, **run.parts)
-        comm.barrier()
-        assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-        resumed = checkpoints.load(**run.parts)
-        assert resumed is not None and resumed.step == 7 - 6 and same(run.whole(), truth)
-
-    run_ranks(4, body)
-
-
-class Killed(BaseException):
-    """Stands for a death of the process: nothing cleans up after it."""
-
-
-@pytest.mark.parametrize("where", ["write_durably", "rename", "replace"])
-def test_a_death_while_saving_leaves_the_previous(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    truth = saved_run(tmp_path / "step_00000001", world_size=1)
-
-    def die(*args: Any) -> None:
-        raise Killed
-
-    run = Run(world()).train(3)
-    with monkeypatch.context() as patch:
-        patch.setattr(storage if where == "write_durably" else os, where, die)
-        with pytest.raises(Killed):
-            Checkpoints(tmp_path).save(2, **run.parts)
-    left = [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-")]
-    assert len(left) == 1
-    checkpoints = Checkpoints(tmp_path)
-    assert checkpoints.latest() == tmp_path / "step_00000001"
-    checkpoints.load(**run.parts)
-    assert same(run.whole(), truth)
-    (tmp_path / ".tmp-mine").mkdir()
-    checkpoints.save(2, **run.parts)  # cleans up after the dead run, and only after that
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [".tmp-mine", "latest", "step_00000001", "step_00000002"]
-
-
-# ---- plain torch.distributed.checkpoint
-
-
-def test_plain_dcp_with_our_storage(tmp_path: Path) -> None:
-    state = {"model": {"w": numbers(5, 3), "h": numbers(4).bfloat16(), "list": [torch.tensor(3), torch.tensor(True)]}}
-    dcp.save(state, storage_writer=SafetensorsWriter(tmp_path / "a"), no_dist=True)
-    target = {"model": {"w": torch.zeros(5, 3), "h": torch.zeros(4).bfloat16(), "list": [torch.tensor(0), torch.tensor(False)]}}
-    dcp.load(target, storage_reader=SafetensorsReader(tmp_path / "a"), no_dist=True)
-    assert torch.equal(target["model"]["w"], state["model"]["w"])
-    assert torch.equal(target["model"]["h"], state["model"]["h"])
-    assert [x.item() for x in target["model"]["list"]] == [3, True]
-    rows = torch.zeros(2, 3)
-    shard = RowShard(rows, start=2, total=5)
-    dcp.load({"model.w": shard}, storage_reader=SafetensorsReader(tmp_path / "a"), no_dist=True)
-    assert torch.equal(rows, state["model"]["w"][2:4]) and "rows 2:4 of [5, 3]" in repr(shard)
-    with pytest.raises(CheckpointException, match="holds a checkpoint already"):
-        dcp.save(state, storage_writer=SafetensorsWriter(tmp_path / "a"), no_dist=True)
-    with pytest.raises(CheckpointException, match="step is no tensor"):
-        dcp.save({"step": 3}, storage_writer=SafetensorsWriter(tmp_path / "b"), no_dist=True)
-    with pytest.raises(CheckpointException, match=r"the checkpoint has torch.float32, the target is torch.float16"):
-        dcp.load({"model.w": torch.zeros(5, 3).half()}, storage_reader=SafetensorsReader(tmp_path / "a"), no_dist=True)
-    with pytest.raises(ValueError, match="holds plain tensors"):
-        load(tmp_path / "a", model=nn.Linear(1, 1))
-
-
-def test_row_shards_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"got shape \[3, 2\] at row 3, expected rows within \[0, 5\)"):
-        RowShard(torch.zeros(3, 2), start=3, total=5)
-    with pytest.raises(NotImplementedError, match="only carries rows"):
-        RowShard(torch.zeros(3, 2), start=0, total=5) + 1
-    with pytest.raises(CheckpointException, match="pieces of 6 elements, expected 10"):
-        part = {"w": RowShard(torch.zeros(3, 2), start=0, total=5)}
-        dcp.save(part, storage_writer=SafetensorsWriter(tmp_path / "a"), no_dist=True)
-
-
-# ---- processes
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-from torch import nn
-from plsc.train import storage
-from plsc.train.checkpoint import Checkpoints
-
-point = sys.argv[2]
-module = nn.Linear(3, 2)
-checkpoints = Checkpoints(sys.argv[1], keep=1)
-checkpoints.save(1, module=module)
-
-def die(*args):
-    os.kill(os.getpid(), 9)
-
-inner = storage.write_durably
-def half(path, pieces):
-    pieces = list(pieces)
-    inner(path, pieces[:-1] + [pieces[-1][:-1]])
-    die()
-
-if point == "data":
-    storage.write_durably = half
-elif point == "pointer":
-    inner_replace, os.replace = os.replace, lambda a, b: die() if Path(b).name == "latest" else inner_replace(a, b)
-else:
-    setattr(os, point, die)
-checkpoints.save(2, module=module)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("point", "newest"), [("data", 1), ("replace", 1), ("rename", 1), ("pointer", 2)])
-def test_kill_9_leaves_a_whole_checkpoint(tmp_path: Path, point: str, newest: int) -> None:
-    """Killed amid the data, before the metadata, before the commit, and after it."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), point], env=environment, timeout=120)
-    assert done.returncode == -9
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    resumed = checkpoints.load(module=nn.Linear(3, 2))
-    assert resumed is not None and resumed.step == newest
-    checkpoints.save(3, module=nn.Linear(3, 2))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000003"]

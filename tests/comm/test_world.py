@@ -1,0 +1,145 @@
+"""Which world connect() and world() give: from the environment, from torch.distributed, or of one rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plsc.comm import (
+    BACKENDS,
+    Checked,
+    CommError,
+    Communicator,
+    GlooCommunicator,
+    LocalCommunicator,
+    connect,
+    run_ranks,
+    world,
+)
+from plsc.comm import world as world_function
+
+LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "PLSC_DEBUG")
+SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher, and no world left from before or for after."""
+    for name in (*LAUNCH, *SLURM):
+        monkeypatch.delenv(name, raising=False)
+    world_function().close()
+    yield
+    world_function().close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_world_of_one_is_the_same_each_time() -> None:
+    here = connect()
+    assert isinstance(here, LocalCommunicator) and here.world_size == 1
+    assert world() is here and connect() is here and connect("local") is here
+    here.close()
+    assert world() is not here and world() is world()
+
+
+def test_unknown_and_impossible_backends() -> None:
+    with pytest.raises(ValueError, match="expected 'auto' or one of gloo, local, nccl"):
+        connect("smoke signals")
+    with pytest.raises(ValueError, match="names no rank; start the ranks with torchrun"):
+        connect("gloo")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"use connect\('gloo'\)"):
+            BACKENDS["nccl"].connect(timeout=1.0, init_timeout=1.0)
+
+
+def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="sets RANK but not MASTER_ADDR, MASTER_PORT"):
+        connect()
+
+
+def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    launch = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommError, match=r"rank 0 could not join 2 ranks at 127.0.0.1:\d+ within 1 s"):
+        connect("gloo", init_timeout=1.0)
+
+
+@pytest.mark.parametrize("slurm", [False, True])
+def test_connects_from_the_environment(monkeypatch: pytest.MonkeyPatch, free_port: int, slurm: bool) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("would start NCCL")
+    names = SLURM if slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    launch = dict(zip(names, "010", strict=True))
+    for name, value in {**launch, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}.items():
+        monkeypatch.setenv(name, value)
+    alone = world()  # asked before connecting: a world of one, which gives way
+    here = connect(timeout=5.0)
+    assert here is not alone and isinstance(here, GlooCommunicator) and dist.is_initialized()
+    assert world() is here and connect("gloo") is here
+    with pytest.raises(ValueError, match="in a world of 'gloo' already"):
+        connect("local")
+    assert here.all_gather(torch.ones(2)).wait().tolist() == [1.0, 1.0]
+    here.close()
+    assert not dist.is_initialized()
+    assert world() is not here
+
+
+def test_unconnected_ranks_are_warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with caplog.at_level(logging.WARNING):
+        assert world().world_size == 1
+    assert "has not connected" in caplog.text
+
+
+def test_adopts_a_world_of_torch_and_leaves_it_to_its_owner() -> None:
+    alone = world()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    here = world()
+    assert here is not alone and here.name == "gloo" and world() is here and connect() is here
+    assert here.gather_objects("x") == ["x"]
+    assert here.split([[0]]).all_reduce(torch.ones(2)).wait().tolist() == [1.0, 1.0]
+    here.close()
+    assert dist.is_initialized()
+    again = world()
+    assert again is not here and again.name == "gloo"
+    dist.destroy_process_group()
+    assert world().name == "local"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert world() is not again and world().name == "gloo"
+
+
+def test_debug_wraps_in_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLSC_DEBUG", "1")
+    here = connect()
+    assert isinstance(here, Checked) and world() is here
+    assert isinstance(here.split([[0]]), Checked)
+    assert here.all_reduce(torch.ones(2)).wait().tolist() == [1.0, 1.0]
+
+
+def test_ranks_that_are_threads_have_their_own() -> None:
+    def body(comm: Communicator) -> bool:
+        with pytest.raises(ValueError, match="in a world of 'threads' already"):
+            connect("gloo")
+        return connect() is comm
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_a_new_backend_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(LocalCommunicator):
+        @classmethod
+        def connect(cls, *, timeout: float, init_timeout: float) -> Communicator:
+            made = cls("cpu")
+            made.name = "mine"
+            return made
+
+    monkeypatch.setitem(BACKENDS, "mine", Mine)
+    assert connect("mine") is world()
+    assert world().name == "mine"

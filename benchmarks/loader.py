@@ -4,9 +4,9 @@
     python benchmarks/loader.py --folder DIR         # your own DIR/NAME/*.jpg
 
 Bare: Pillow opens each file, decodes and mirrors it, numpy takes the pixels. Loader: one worker process, random mirror,
-batches shipped to this process and normalised to float32. Its time is that of both processes; the share of the worker is
-shown too, since for a GPU the floats are made there and this process has next to nothing to do. Rounds alternate and
-medians are compared.
+batches shipped to this process and normalised to float32. Its time is that of both processes; that of the worker alone
+is shown too, since for a GPU the floats are made there and this process has next to nothing to do. Rounds alternate
+and medians are compared.
 """
 
 import argparse

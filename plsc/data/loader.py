@@ -52,7 +52,8 @@ class Loader:
 
     batch_size is the global one and must be a multiple of world_size; samples left over at the end of an epoch are
     dropped (others in the next epoch when shuffled). `transform(image, rng)` runs in the workers, see `Augment`.
-    workers: processes that read; 0 reads in this one. start_method: of the workers ("spawn", "forkserver", "fork").
+    workers: processes that read, `prefetch` batches ahead each; 0 reads in this one. start_method: how they start
+    ("spawn", "forkserver", "fork"; Python's default if not given).
     ValueError: batch_size that does not divide or exceeds the data set, labels of a wrong kind or range.
     """
 
@@ -231,10 +232,9 @@ class _Pipeline:
         image_shape = reader.read(probe, 0).transpose(2, 0, 1).shape
         # Of the batches asked for, at most workers * prefetch are not yet taken; the one just taken is still read.
         num_slots = workers * prefetch + 1
-        reader.slots = (
-            _shared((num_slots, share, *image_shape)) if workers else torch.empty(1, share, *image_shape).byte()
-        )
-        self._reader, self._items, self._num_slots, self._device = reader, items, num_slots, device
+        shape = (num_slots, share, *image_shape)
+        reader.slots = _shared(shape) if workers else torch.empty(shape, dtype=torch.uint8)
+        self._reader, self._device = reader, device
         self._buffers = _Buffers()
         self._loader: DataLoader[_Read] = DataLoader(
             reader,  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ class _Reader:
         self._bits = np.random.Philox()
         self._rng = np.random.Generator(self._bits)
         self._counter = np.zeros(4, np.uint64)
-        self._state = {
+        self._state: Any = {
             "bit_generator": "Philox",
             "state": {"counter": self._counter, "key": np.array([seed, _AUGMENT], np.uint64)},
             "buffer": np.zeros(4, np.uint64),
@@ -360,13 +360,13 @@ def _shared(shape: tuple[int, ...]) -> Tensor:
     size, where = math.prod(shape), "/dev/shm"
     if os.path.isdir(where) and (free := shutil.disk_usage(where).free) < size:
         raise ValueError(
-            f"the loader's workers need {size / 2**20:.0f} MiB of shared memory, {where} has {free / 2**20:.0f} MiB free; "
-            "use fewer workers or a smaller prefetch, or start the container with a larger --shm-size"
+            f"the loader's workers need {size / 2**20:.0f} MiB of shared memory, {where} has {free / 2**20:.0f} MiB "
+            "free; use fewer workers or a smaller prefetch, or start the container with a larger --shm-size"
         )
     return torch.empty(shape, dtype=torch.uint8).share_memory_()
 
 
-def _same(item: _Read) -> _Read:
+def _same(item: Any) -> Any:
     return item
 
 

@@ -67,7 +67,7 @@ class ClassParallelModule(nn.Module):
         """Mean loss over this rank's samples, a scalar.
 
         Args:
-            embeddings: [B, D] floats; labels: [B] int64 in [0, C), or -1 to ignore a sample. B is the same on all ranks.
+            embeddings: [B, D] floats, B the same on all ranks; labels: [B] int64 in [0, C), or -1 to ignore a sample.
         """
         losses, everyone = self._losses(embeddings, labels)
         return mean_over_valid(losses, everyone, self.comm)
@@ -155,8 +155,14 @@ def block_rows(num_samples: int, row_size: int, element_size: int) -> int:
     return min(max(1 << max(rows, 1).bit_length() - 1, 256), 16384)
 
 
-def check_batch(embeddings: Tensor, labels: Tensor, embedding_size: int, comm: Communicator) -> None:
+def check_batch(embeddings: Tensor, labels: Tensor, weight: Tensor, comm: Communicator) -> None:
     """Shapes, dtypes and, where it is cheap (CPU), the batch size of all ranks."""
+    embedding_size = weight.shape[-1]
+    if weight.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"the classifier's weight is {weight.dtype}, expected float32 or float64: its logits must not be rounded to "
+            "half precision; leave it in float32 and run the backbone under autocast"
+        )
     if embeddings.dim() != 2 or embeddings.shape[1] != embedding_size:
         raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}, expected [batch, {embedding_size}]")
     if not embeddings.is_floating_point():

@@ -68,7 +68,7 @@ class ClassParallelHead(ClassParallelModule):
         self.filter_threshold = filter_threshold
 
     def _losses(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        check_batch(embeddings, labels, self.embedding_size, self.comm)
+        check_batch(embeddings, labels, self.weight, self.comm)
         margin, dtype = self.margin, self.weight.dtype
         training = self.training and torch.is_grad_enabled()
         unit, norms = normalize(embeddings.to(dtype))

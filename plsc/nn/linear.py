@@ -42,7 +42,7 @@ class ClassParallelLinear(ClassParallelModule):
         self._mark()
 
     def _losses(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        check_batch(embeddings, labels, self.embedding_size, self.comm)
+        check_batch(embeddings, labels, self.weight, self.comm)
         x, y = gather_packed([embeddings, labels], self.comm)  # [N, D], [N]
         check_labels(y, self.num_classes, self.comm)
         if self.training and torch.is_grad_enabled():

@@ -132,7 +132,6 @@ def _write(
 
     proposals = _agree(comm, f"save {target}", propose)
     temporary = target.with_name(f".tmp-{target.name}-{proposals[0].token}")
-
     planned: list[tuple[SavePlan, Metadata]] = []
 
     def prepare() -> None:

@@ -21,7 +21,7 @@ from plsc.strategies import first_nonfinite, set_lr
 from plsc.train import build
 from plsc.train.checkpoint import Checkpoints
 from plsc.train.config import Config, dump, load_recipe
-from plsc.train.evaluate import VerificationResult, classify, embed, verify
+from plsc.train.evaluate import VerificationResult, classify, embed, identify, verify
 from plsc.train.metrics_log import MetricsLog
 
 logger = logging.getLogger(__name__)
@@ -220,6 +220,10 @@ class Trainer:
             self.embeddings = embed(self.backbone, self.eval_data, **options)
             self.verified = verify(self.embeddings, self.pairs)
             result = dict(self.verified.record())
+            labels = np.asarray(self.eval_data.labels)
+            if len(np.unique(labels)) < len(labels):
+                found = identify(self.embeddings, labels, ks=(1, 5))
+                result |= {f"rank{k}": value for k, value in found.items()}
         result["eval_seconds"] = time.perf_counter() - start
         if self.log is not None:
             self.log.write({"step": self.step, **{f"eval/{name}": value for name, value in result.items()}})

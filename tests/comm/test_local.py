@@ -19,11 +19,14 @@ def test_results_in_rank_order_and_arguments() -> None:
 
 def test_a_failing_rank_ends_the_others() -> None:
     seen: dict[int, str] = {}
+    posted = threading.Barrier(3)
 
     def body(comm: Communicator) -> None:
         if comm.rank == 2:
+            posted.wait()
             raise KeyError("mine")
         work = comm.all_reduce(torch.ones(2))
+        posted.wait()
         try:
             work.wait()
         except CommError as error:

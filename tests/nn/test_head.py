@@ -381,6 +381,12 @@ def test_bad_input_says_what_is_wrong(x: Tensor, y: Tensor, message: str) -> Non
         nn.ClassParallelHead(DIM, CLASSES)(x, y)
 
 
+def test_a_half_precision_weight_is_refused() -> None:
+    head = nn.ClassParallelHead(DIM, CLASSES).bfloat16()
+    with pytest.raises(ValueError, match=r"weight is torch\.bfloat16, expected float32"):
+        head(torch.randn(2, DIM).bfloat16(), torch.tensor([0, 1]))
+
+
 def test_bad_label_on_one_rank_is_an_error_on_all() -> None:
     def run(comm: Communicator) -> str:
         y = torch.tensor([0, 99 if comm.rank == 1 else 1])

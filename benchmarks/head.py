@@ -1,0 +1,273 @@
+"""Compares one training step of the class-parallel ArcFace head with plain autograd and with the bare matrix products.
+
+    python benchmarks/head.py                        # batches of 128 and 512, 20,000 and 100,000 classes
+    python benchmarks/head.py --quick                # 20,000 classes only, fewer rounds
+    python benchmarks/head.py --classes 500000 --batches 128
+    python benchmarks/head.py --ranks 2              # classes cut over two gloo ranks; plain has one rank's share
+
+A step is forward, backward and SGD with momentum for B embeddings of D numbers and a weight of C classes. All contenders
+work on the same weight and momentum, one step each in turn; medians over the rounds are shown, wall and processor time.
+
+    plain           normalize, one matrix product, the margin on own entries, cross_entropy, torch.optim.SGD
+    separate        ClassParallelHead, torch.optim.SGD
+    fused           ClassParallelHead(head_optimizer=plsc.SGD): rows are updated inside the backward
+    fused, cache 0  the same without kept exponentials: one more matrix product
+    fused, 0.1      the same with sample_rate=0.1
+    3 / 4 products  only the matrix products of fused (6 B C D operations) and of cache 0 (8 B C D), block by block
+
+Memory is the peak of a process of its own during two steps, beyond weight, momentum and what torch itself takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+
+import plsc
+from plsc.comm import Communicator, Shard, connect, world
+from plsc.nn.class_parallel import ClassParallelModule, block_rows
+
+LR, MOMENTUM, SCALE, MARGIN = 1e-3, 0.9, 64.0, 0.5
+NAMES = ["plain", "separate", "fused", "fused, cache 0", "fused, 0.1", "3 products", "4 products"]
+Step = Callable[[], None]
+
+
+class Data:
+    """A batch near its own classes, as late in training, and a weight; with a rank's share of both."""
+
+    def __init__(self, batch: int, classes: int, dim: int, comm: Communicator) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.classes, self.comm, self.shard = classes, comm, Shard.of(classes, comm)
+        self.weight = torch.randn(self.shard.size, dim, generator=generator).mul_(0.05)
+        self.momentum = torch.zeros_like(self.weight).fill_(1e-9)
+        self.rows = torch.randint(0, self.shard.size, (batch,), generator=generator)  # own classes, had a rank all
+        noise = torch.randn(batch, dim, generator=generator) * 0.05
+        self.x = self.weight[self.rows] + noise
+        self.own = slice(comm.rank * batch // comm.world_size, (comm.rank + 1) * batch // comm.world_size)
+
+
+def contender(name: str, data: Data, block: int | None) -> Step:
+    """One training step of a contender, ready to be called again and again."""
+    if name == "plain":
+        return plain(data)
+    if name.endswith("products"):
+        return products(data, block, num=int(name[0]))
+    return ours(name, data, block)
+
+
+def plain(data: Data) -> Step:
+    """What one writes first: [B, C] logits, a normalised copy of the weight, a whole gradient."""
+    weight = torch.nn.Parameter(data.weight)
+    optimizer = torch.optim.SGD([weight], LR, momentum=MOMENTUM)
+    optimizer.state[weight]["momentum_buffer"] = data.momentum
+    x, at = data.x.clone().requires_grad_(), torch.arange(len(data.x))
+
+    def step() -> None:
+        x.grad = None
+        plain_loss(x, weight, data.rows, at).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def plain_loss(x: Tensor, weight: Tensor, labels: Tensor, at: Tensor) -> Tensor:
+    logits = F.normalize(x) @ F.normalize(weight).T  # [B, C]
+    logits[at, labels] = plsc.ArcFace(SCALE, MARGIN).target(logits[at, labels])
+    return F.cross_entropy(logits * SCALE, labels)
+
+
+def ours(name: str, data: Data, block: int | None) -> Step:
+    head = make_head(name, data, block)
+    x = data.x[data.own].clone().requires_grad_()
+    labels = data.rows[data.own] + data.shard.start
+    optimizer = None
+    if name == "separate":
+        optimizer = torch.optim.SGD([head.weight], LR, momentum=MOMENTUM)
+        optimizer.state[head.weight]["momentum_buffer"] = data.momentum
+
+    def step() -> None:
+        x.grad = None
+        head(x, labels).backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def make_head(name: str, data: Data, block: int | None) -> plsc.ClassParallelHead:
+    head = plsc.ClassParallelHead(
+        data.weight.shape[1],
+        data.classes,
+        margin=plsc.ArcFace(SCALE, MARGIN),
+        comm=data.comm,
+        sample_rate=0.1 if name.endswith("0.1") else 1.0,
+        head_optimizer=None if name == "separate" else plsc.SGD(LR, momentum=MOMENTUM),
+        cache_mb=0.0 if name.endswith("cache 0") else 256.0,
+        block=block,
+    )
+    head.weight.data = data.weight
+    if head.head_optimizer is not None:
+        head.row_momentum = data.momentum
+    return head
+
+
+def products(data: Data, block: int | None, *, num: int) -> Step:
+    """The matrix products alone, into buffers that exist: what the processor could do at best."""
+    x, batch, dim = data.x, *data.x.shape
+    block = block or block_rows(batch, dim, 4)
+    logits, grad, output = torch.empty(batch, block), torch.empty(block, dim), torch.zeros(batch, dim)
+
+    def step() -> None:
+        for start in range(0, len(data.weight), block):
+            rows = data.weight[start : start + block]
+            part = logits.flatten()[: batch * len(rows)].view(batch, len(rows))
+            for _ in range(num - 2):
+                torch.mm(x, rows.T, out=part)
+            torch.addmm(output, part, rows, beta=0.0, out=output)
+            torch.mm(part.T, x, out=grad[: len(rows)])
+
+    return step
+
+
+def measure(steps: dict[str, Step], rounds: int, comm: Communicator) -> dict[str, tuple[list[float], list[float]]]:
+    """Wall and processor seconds (mean over ranks) of each contender in each round."""
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in steps}
+    with torch.inference_mode(False):
+        for turn in range(rounds + 1):
+            for name, step in steps.items():
+                comm.barrier()
+                wall, cpu = time.perf_counter(), time.process_time()
+                step()
+                cpu = time.process_time() - cpu
+                comm.barrier()
+                wall = time.perf_counter() - wall
+                if turn:  # the first is a warm-up
+                    times[name][0].append(wall)
+                    times[name][1].append(statistics.mean(comm.gather_objects(cpu)))
+    return times
+
+
+def peak_memory(name: str, batch: int, classes: int, dim: int, block: int | None) -> float:
+    """MiB beyond what was there before, in this process; Linux only."""
+    comm = world()
+    contender(name, Data(8, 256, dim, comm), block)()  # loads what torch loads late
+    data = Data(batch, classes, dim, comm)
+    step = contender(name, data, block)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    for _ in range(2):
+        step()
+    return (status("VmHWM") - before) / 1024
+
+
+def status(key: str) -> int:
+    """A line of /proc/self/status in kB."""
+    return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0])
+
+
+def errors(batch: int, classes: int, dim: int) -> str:
+    """Relative error of loss and gradients against plain autograd in float64, as a table."""
+    data = Data(batch, classes, dim, world())
+    at = torch.arange(batch)
+
+    def of_plain(dtype: torch.dtype) -> list[Tensor]:
+        x, w = data.x.to(dtype).requires_grad_(), data.weight.to(dtype).requires_grad_()
+        loss = plain_loss(x, w, data.rows, at)
+        return [loss.detach(), *torch.autograd.grad(loss, [x, w])]
+
+    truth = of_plain(torch.float64)
+    found = {"plain": of_plain(torch.float32)}
+    for name in NAMES[1:4]:
+        head, x = make_head(name, data, None), data.x.clone().requires_grad_()
+        head.weight.data, kept = data.weight.clone(), torch.zeros_like(data.weight)
+        if head.head_optimizer is not None:
+            head.row_momentum = kept
+        loss = head(x, data.rows)
+        loss.backward()
+        found[name] = [loss.detach(), x.grad, kept if head.weight.grad is None else head.weight.grad]
+    lines = ["| | loss | dx | dW |", "|---|---|---|---|"]
+    for name, values in found.items():
+        relative = [float((v.double() - t).norm() / t.norm()) for v, t in zip(values, truth, strict=True)]
+        lines.append(f"| {name} | " + " | ".join(f"{r:.1e}" for r in relative) + " |")
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace, comm: Communicator) -> None:
+    torch.set_num_threads(args.threads)
+    show = print if comm.rank == 0 else lambda *_: None
+    show(f"D={args.dim}, {comm.world_size} rank(s) of {args.threads} thread(s), medians of {args.rounds}, torch {torch.__version__}\n")
+    show("| B | C | | wall s | range | CPU s | wall / plain | CPU / plain | CPU / 3 products | memory MiB |")
+    show("|---|---|---|---|---|---|---|---|---|---|")
+    for classes in args.classes:
+        for batch in args.batches:
+            data = Data(batch, classes, args.dim, comm)
+            steps = {name: contender(name, data, args.block) for name in args.only or NAMES}
+            times = measure(steps, args.rounds, comm)
+            wall = {name: statistics.median(t[0]) for name, t in times.items()}
+            cpu = {name: statistics.median(t[1]) for name, t in times.items()}
+            for name, (walls, _) in times.items():
+                line = f"| {batch} | {classes} | {name} | {wall[name]:.3f} | {min(walls):.3f}-{max(walls):.3f} | {cpu[name]:.3f}"
+                for value, base in ((wall, "plain"), (cpu, "plain"), (cpu, "3 products")):
+                    line += f" | {value[name] / value[base]:.2f}" if base in value else " | "
+                memory = "" if comm.world_size > 1 or args.no_memory else f"{memory_of(name, batch, classes, args):.0f}"
+                show(f"{line} | {memory} |")
+    if comm.world_size == 1 and not args.only:
+        show(f"\nRelative error against float64, B={args.batches[0]}, C={args.classes[0]}\n")
+        show(errors(args.batches[0], args.classes[0], args.dim))
+
+
+def memory_of(name: str, batch: int, classes: int, args: argparse.Namespace) -> float:
+    sizes = ["--dim", str(args.dim), "--batches", str(batch), "--classes", str(classes)]
+    sizes += ["--threads", str(args.threads)] + (["--block", str(args.block)] if args.block else [])
+    command = [sys.executable, __file__, "--memory-of", name, *sizes]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def one_rank(rank: int, args: argparse.Namespace) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(args.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port))
+    comm = connect("gloo")
+    run(args, comm)
+    comm.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="a training step of a large softmax head against plain autograd")
+    parser.add_argument("--classes", type=int, nargs="+", help="default: 20000 100000")
+    parser.add_argument("--batches", type=int, nargs="+", default=[128, 512], help="samples of all ranks together")
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--rounds", type=int, help="default: 7")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--block", type=int, help="classes of one pass (default: as the head chooses)")
+    parser.add_argument("--ranks", type=int, default=1, help="gloo processes that share the classes")
+    parser.add_argument("--port", type=int, default=29531)
+    parser.add_argument("--only", nargs="+", choices=NAMES)
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="20,000 classes, 3 rounds")
+    parser.add_argument("--memory-of", choices=NAMES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.classes = args.classes or ([20_000] if args.quick else [20_000, 100_000])
+    args.rounds = args.rounds or (3 if args.quick else 7)
+    if args.memory_of:
+        torch.set_num_threads(args.threads)
+        print(peak_memory(args.memory_of, args.batches[0], args.classes[0], args.dim, args.block))
+    elif args.ranks > 1:
+        mp.spawn(one_rank, (args,), nprocs=args.ranks)
+    else:
+        run(args, world())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Image folders, archives and lists: same samples, order, names of what is wrong."""
+
+import logging
+import pickle
+import random
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from plsc.data import ImageFolder, ImageList
+from plsc.data.images import PackedStrings, decode_image
+
+FILES = ["b/2.png", "b/10.jpg", "a b/x.PNG", "a b/y.webp", "Z/u.bmp", "Z/é.jpeg"]
+
+
+def picture(seed: int, size: tuple[int, int] = (16, 16)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "faces"
+    names = FILES.copy()
+    random.Random(0).shuffle(names)  # made in an order that is not the sorted one
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(FILES.index(name)).save(root / name)
+    (root / "README.txt").write_text("not a class")
+    (root / "b" / "notes.txt").write_text("not an image")
+    (root / "b" / "._2.png").write_bytes(b"left by an archiver")
+    (root / ".hidden").mkdir()
+    return root
+
+
+def samples(dataset: ImageFolder | ImageList) -> list[tuple[bytes, int]]:
+    return [(dataset[i][0].tobytes(), dataset[i][1]) for i in range(len(dataset))]
+
+
+def test_folder_is_sorted_by_class_then_file(folder: Path) -> None:
+    dataset = ImageFolder(folder, image_size=16)
+    assert list(dataset.class_names) == ["Z", "a b", "b"] and dataset.num_classes == 3
+    assert [dataset.name(i) for i in range(6)] == ["Z/u.bmp", "Z/é.jpeg", "a b/x.PNG", "a b/y.webp", "b/10.jpg", "b/2.png"]
+    assert dataset.labels.dtype == np.int64 and dataset.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    image, label = dataset[5]
+    assert label == 2 and image.dtype == np.uint8
+    assert (image == np.asarray(picture(0))).all()
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("above", ["", "lfw/112/"])
+def test_zip_gives_the_samples_of_the_folder(folder: Path, tmp_path: Path, method: int, above: str) -> None:
+    path = tmp_path / "faces.zip"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name in FILES:
+            archive.write(folder / name, above + name)
+        archive.writestr("__MACOSX/b/._2.png", b"")
+        archive.writestr("README.txt", b"")
+    plain, packed = ImageFolder(folder, image_size=16), ImageFolder(path, image_size=16)
+    assert samples(plain) == samples(packed)
+    assert [plain.name(i) for i in range(6)] == [packed.name(i) for i in range(6)]
+    assert samples(pickle.loads(pickle.dumps(packed))) == samples(plain)
+
+
+def test_list_gives_the_samples_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    dataset = ImageFolder(folder, image_size=16)
+    lines = [f"{dataset.name(i)}{' ' if i % 2 else chr(9)}{dataset.labels[i]}" for i in range(6)]
+    path = tmp_path / "list.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([lines[0], "", *lines[1:], "  ", ""]).encode())
+    listed = ImageList(path, root=folder, image_size=16)
+    assert samples(listed) == samples(dataset) and listed.num_classes == 3
+    assert [listed.name(i) for i in range(6)] == [dataset.name(i) for i in range(6)]
+    assert [listed.line(i) for i in range(6)] == [1, 3, 4, 5, 6, 7]
+    assert samples(pickle.loads(pickle.dumps(listed))) == samples(dataset)
+
+
+def test_list_keeps_its_order_and_its_own_folder(folder: Path) -> None:
+    path = folder / "list.txt"
+    path.write_text("b/2.png 7\nZ/u.bmp -1\n b/10.jpg \t 7 \n")
+    dataset = ImageList(path, image_size=16)
+    assert dataset.labels.tolist() == [7, -1, 7] and dataset.num_classes == 8
+    assert [dataset.name(i) for i in range(3)] == ["b/2.png", "Z/u.bmp", "b/10.jpg"]
+    assert ImageList(path, image_size=16, num_classes=100).num_classes == 100
+    with pytest.raises(ValueError, match=r"num_classes=7, .* label 7: give at least 8"):
+        ImageList(path, num_classes=7)
+
+
+@pytest.mark.parametrize(
+    "line", ["a.jpg 1.5", "a.jpg -2", "a.jpg", "7", "a.jpg Anna", "a.jpg,3", "a.jpg 1_0", "a.jpg +1", "a.jpg " + "9" * 30]
+)
+def test_list_names_the_wrong_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text(f"a.jpg 0\n\n{line}\n")
+    with pytest.raises(ValueError, match=r"list\.txt, line 3: got '.*expected `path label`"):
+        ImageList(path)
+
+
+def test_list_names_the_line_of_a_missing_file(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text("\n\na.jpg 0\n\nb c.jpg 1\n")
+    dataset = ImageList(path)
+    with pytest.raises(FileNotFoundError, match=r"line 5: cannot read .*b c\.jpg"):
+        dataset[1]
+
+
+def test_lists_without_content(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    with pytest.raises(ValueError, match="expected a text file"):
+        ImageList(path)
+    path.write_text("\n \n")
+    with pytest.raises(ValueError, match="no lines"):
+        ImageList(path)
+    path.write_text("a.jpg -1\n")
+    with pytest.raises(ValueError, match="every label is -1"):
+        ImageList(path)
+    assert ImageList(path, num_classes=3).num_classes == 3
+    with pytest.raises(ValueError, match="relative paths start"):
+        ImageList(path, root=tmp_path / "nowhere")
+
+
+def test_folders_without_images(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ValueError, match="expected a folder or a .zip"):
+        ImageFolder(tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    (empty / "a").mkdir(parents=True)
+    with pytest.raises(ValueError, match="no images found"):
+        ImageFolder(empty)
+    with pytest.raises(ValueError, match="no images found"):
+        ImageFolder(folder / "b")  # a class folder given as root
+    (folder / "c").mkdir()
+    with pytest.raises(ValueError, match="1 class folders hold no images: c"):
+        ImageFolder(folder)
+
+
+def test_archives_of_another_layout(tmp_path: Path) -> None:
+    def pack(*names: str) -> Path:
+        with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+            for name in names:
+                archive.writestr(name, b"")
+        return tmp_path / "x.zip"
+
+    with pytest.raises(ValueError, match="lies in no class folder"):
+        ImageFolder(pack("a.jpg"))
+    with pytest.raises(ValueError, match=r"2 places \(train, val\)"):
+        ImageFolder(pack("train/a/1.jpg", "val/a/1.jpg"))
+    with pytest.raises(ValueError, match="no images found"):
+        ImageFolder(pack("a/readme.txt"))
+
+
+def test_damaged_archive_member(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "faces.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(folder / "b/2.png", "b/2.png")
+    dataset = ImageFolder(path, image_size=16)
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="checksum"):
+        dataset[0]
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no member at byte 0"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("damage", ["cut", "text"])
+def test_broken_image_is_named(folder: Path, damage: str) -> None:
+    for name in ("b/2.png", "b/10.jpg"):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: len(data) // 2] if damage == "cut" else b"hello")
+    dataset = ImageFolder(folder, image_size=16)
+    for i in (4, 5):
+        with pytest.raises(ValueError, match=f"{dataset.name(i)}: broken"):
+            dataset[i]
+
+
+def test_sizes_and_channels(folder: Path) -> None:
+    colour = ImageFolder(folder, image_size=8)[0][0]
+    grey = ImageFolder(folder, image_size=24, channels=1)[0][0]
+    assert colour.shape == (8, 8, 3) and grey.shape == (24, 24, 1)
+    for kwargs in ({"channels": 2}, {"image_size": 0}):
+        with pytest.raises(ValueError, match="got (channels|image_size)"):
+            ImageFolder(folder, **kwargs)
+
+
+def test_decoding_of_other_modes(tmp_path: Path) -> None:
+    def encoded(image: Image.Image, name: str) -> bytes:
+        image.save(tmp_path / name)
+        return (tmp_path / name).read_bytes()
+
+    base = picture(0, (64, 64))
+    for mode in ("L", "P", "RGBA", "1"):
+        assert decode_image(encoded(base.convert(mode), f"{mode}.png"), 64).shape == (64, 64, 3)
+    assert decode_image(encoded(base.convert("CMYK"), "c.jpg"), 64).shape == (64, 64, 3)
+    deep = Image.fromarray(np.full((8, 8), 40_000, np.uint16))
+    with pytest.raises(ValueError, match="expected 8 bits"):
+        decode_image(encoded(deep, "deep.png"), 8)
+    with pytest.raises(ValueError, match="broken or unknown"):
+        decode_image(encoded(base, "a.gif"), 64)
+    # A large JPEG is decoded at a reduced scale: close to the full way.
+    smooth = Image.fromarray(np.linspace(0, 255, 256, dtype=np.uint8)[None].repeat(256, 0)).convert("RGB")
+    small = decode_image(encoded(smooth, "s.jpg"), 32).astype(int)
+    assert abs(small - np.asarray(smooth.resize((32, 32), Image.Resampling.BOX)).astype(int)).max() <= 4
+
+
+def test_thin_classes_are_counted_in_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "b" / "2.png").unlink()
+    with caplog.at_level(logging.WARNING):
+        ImageFolder(folder)
+    assert "1 of 3 classes have one image only" in caplog.text
+    (folder / "list.txt").write_text("b/10.jpg 0\nb/10.jpg 0\nb/10.jpg 123456789012\n")
+    with caplog.at_level(logging.WARNING):
+        ImageList(folder / "list.txt")
+    assert "1 of 123456789013 classes have one image only" in caplog.text
+    assert "123456789011 of 123456789013 classes have no image" in caplog.text
+
+
+def test_packed_strings() -> None:
+    words = ["", "é", "abc", ""]
+    packed = PackedStrings(word.encode() for word in words)
+    assert list(packed) == words and packed[-2] == "abc" and packed[1:3] == ["é", "abc"]
+    assert len(PackedStrings([])) == 0
+    with pytest.raises(IndexError):
+        packed[4]
+
+
+def test_index_takes_few_bytes_an_image(tmp_path: Path) -> None:
+    path = tmp_path / "list.txt"
+    path.write_text("".join(f"{i // 10:08d}/{i:08d}.jpg {i // 10}\n" for i in range(5000)))
+    assert len(pickle.dumps(ImageList(path))) < 5000 * (21 + 16 + 2) + 2000
+
+
+def test_real_faces(shared: Path) -> None:
+    dataset = ImageFolder(shared / "data/faces/lfw112_val.zip")
+    assert len(dataset) == 1484 and dataset.num_classes == 500
+    assert dataset[0][0].shape == (112, 112, 3)

@@ -184,7 +184,7 @@ def errors(batch: int, classes: int, dim: int) -> str:
     at = torch.arange(batch)
 
     def of_plain(dtype: torch.dtype) -> list[Tensor]:
-        x, w = data.x.to(dtype).requires_grad_(), data.weight.to(dtype).requires_grad_()
+        x, w = (v.to(dtype, copy=True).requires_grad_() for v in (data.x, data.weight))
         loss = plain_loss(x, w, data.rows, at)
         return [loss.detach(), *torch.autograd.grad(loss, [x, w])]
 

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import tomllib
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plsc.comm import CommError, Communicator, LocalCommunicator, connect
+from plsc.comm.torch_distributed import Launch
+from plsc.fleet import NonFiniteLoss
+from plsc.train.checkpoint import CheckpointError, Checkpoints
 from plsc.train.config import Config, dump, list_recipes, load_recipe
+from plsc.train.launch import EXIT_INTERRUPTED, die_with_parent, launch, report
 
-EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
-SAVE_SECONDS = 600  # time that ranks told to stop get to finish their step and save
-STOPPED = "PLSC_STOPPED_FILE"  # where rank 0 notes that the run was stopped and saved, for the process that launched it
+EXIT_FAILURE, EXIT_USAGE = 1, 2
 
 
 def train(argv: Sequence[str] | None = None) -> int:
     """plsc-train RECIPE [flags]."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help"):
+    if not args or args[0].startswith("-"):
         print(
             "usage: plsc-train RECIPE [--nproc N] [--out DIR] [--epochs N] [--data.path PATH] ...\n\n"
             f"RECIPE is a TOML file or a shipped recipe: {', '.join(list_recipes())}.\n"
             "plsc-train RECIPE --help lists every flag with the recipe's values."
         )
-        return 0 if args else EXIT_USAGE
+        return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
     return _guarded(lambda: _start("train", _parse("plsc-train", args)))
 
 
@@ -58,35 +60,75 @@ def _again(prog: str, command: str, args: Sequence[str]) -> int:
         return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
 
     def run() -> int:
-        config_file = Path(args[0]) / "config.toml"
+        folder, config_file = args[0], Path(args[0]) / "config.toml"
         if not config_file.is_file():
-            raise ValueError(f"{args[0]} is not a run: it has no config.toml; expected the --out folder of plsc-train")
-        config = replace(_parse(prog, [str(config_file), *args[1:]]), out=str(args[0]))
-        return _start(command, config)
+            raise ValueError(f"{folder} is not a run: it has no config.toml; expected the --out folder of plsc-train")
+        if any(flag.partition("=")[0] == "--out" for flag in args[1:]):
+            raise ValueError(f"--out is for plsc-train; {prog} reads and writes {folder}")
+        if _newest(folder) is None:
+            raise ValueError(f"{folder} has no whole checkpoint; train it first with plsc-train")
+        return _start(command, replace(_parse(prog, [str(config_file), *args[1:]]), out=folder))
 
     return _guarded(run)
 
 
 def _start(command: str, config: Config) -> int:
     """In this process, or in `nproc` ranks of it where no launcher has started this one."""
-    return _launch(command, config) if config.nproc > 1 and "RANK" not in os.environ else _work(command, config)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for "module:attr" in recipes
+    started = Launch.read()
+    if config.nproc > 1 and (started is None or started.world_size == 1):
+        return _launch(command, config)
+    return _work(command, config)
+
+
+def _launch(command: str, config: Config) -> int:
+    """The command on the ranks of this machine; what one of them fails with is said once, here."""
+    with tempfile.TemporaryDirectory(prefix="plsc-") as name:
+        config_file, reports = Path(name) / "config.toml", Path(name) / "reports"
+        config_file.write_text(dump(config), encoding="utf-8")
+        reports.mkdir()
+        start = f"import sys; sys.path[:] = {sys.path!r}; from plsc.cli import work; sys.exit(work(*sys.argv[1:]))"
+        ranks = [sys.executable, "-P", "-c", start, command, str(config_file)]  # modules are found as they are here
+        outcome = launch(ranks, config.nproc, folder=reports)
+    if outcome.message:
+        print(outcome.message, file=sys.stderr)
+    if outcome.code not in (0, EXIT_USAGE) and command == "train":
+        newest = _newest(config.out)
+        hint = f"newest checkpoint: {newest}; the same command continues from it" if newest else "no checkpoint yet"
+        print(hint, file=sys.stderr)
+    return outcome.code
 
 
 def _work(command: str, config: Config) -> int:
+    """This process's part of a command, as one rank of a world or alone."""
     comm = _join(config)
-    from plsc.train import run
+    from plsc.train import run  # matplotlib and all: only where they are needed
 
+    result: dict[str, Any] | None
     if command == "train":
         result = run.train(config, comm=comm, progress=_Bar("drawing glyphs") if comm.rank == 0 else None)
+    elif command == "evaluate":
+        result = run.evaluate(config, comm=comm)
     else:
-        result = run.evaluate(config, comm=comm, export=command == "export")
-    if comm.rank == 0:
-        if result is not None:
-            _report(Path(config.out), result)
-        elif STOPPED in os.environ:
-            Path(os.environ[STOPPED]).write_text("saved", encoding="utf-8")
+        result = run.export(config, comm=comm)
+    if comm.rank == 0 and result is not None:
+        _report(Path(config.out), result)
     comm.close()
     return 0
+
+
+def _join(config: Config) -> Communicator:
+    """Connects to the other ranks and sets up logging; a rank dies with the process that launched it."""
+    if Launch.read() is not None:
+        die_with_parent()
+    comm = connect(timeout=config.timeout)
+    log = logging.getLogger("plsc")
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s" if comm.rank == 0 else f"rank {comm.rank}: %(message)s"))
+    log.handlers = [handler]
+    log.setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
+    return comm
 
 
 def _parse(prog: str, args: Sequence[str]) -> Config:
@@ -94,58 +136,48 @@ def _parse(prog: str, args: Sequence[str]) -> Config:
     import tyro
 
     recipe = load_recipe(args[0])
-    config = tyro.cli(
-        Config, prog=f"{prog} {args[0]}", args=list(args[1:]), default=recipe, description="One run of plsc."
-    )
+    rules = tyro.constructors.ConstructorRegistry()
+    rules.primitive_rule(_named_values)
+    with rules:
+        config = tyro.cli(
+            Config, prog=f"{prog} {args[0]}", args=list(args[1:]), default=recipe, description="One run of plsc."
+        )
     assert isinstance(config, Config)
     return config
 
 
-def _join(config: Config) -> Any:
-    """Connects to the other ranks and sets up logging; a rank dies with the process that launched it."""
-    from plsc.comm import connect
+def _named_values(info: Any) -> Any:
+    """tyro's rule for a dict: one flag that takes names and values in turn, and replaces what the recipe says."""
+    import tyro
 
-    if "RANK" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    comm = connect(timeout=config.timeout)
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s" if comm.rank == 0 else f"rank {comm.rank}: %(message)s"))
-    log = logging.getLogger("plsc")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
-    return comm
+    if info.type_origin is not dict:
+        return None
+
+    def read(words: list[str]) -> dict[str, Any]:
+        if len(words) % 2:
+            raise ValueError(f"got {' '.join(words)}, expected names and values in turn, as in `scale 32 margin 0.3`")
+        return {name: _toml_value(text) for name, text in zip(words[::2], words[1::2], strict=True)}
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[NAME VALUE [NAME VALUE ...]]",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [word for name, each in value.items() for word in (name, str(each))],
+    )
 
 
-def _launch(command: str, config: Config) -> int:
-    """Starts the ranks of this machine through torchrun and waits for them."""
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.nproc)))
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a restart reads the addresses of dead ranks
-    with tempfile.TemporaryDirectory(prefix="plsc-") as folder:
-        note, config_file = Path(folder) / "stopped", Path(folder) / "config.toml"
-        config_file.write_text(dump(config), encoding="utf-8")
-        environment[STOPPED] = str(note)
-        launcher = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={config.nproc}"),
-            *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--shutdown-timeout={SAVE_SECONDS}"),
-        ]
-        child = subprocess.Popen([*launcher, "-m", "plsc.cli", command, str(config_file)], env=environment)
-        interrupted = False
+def _toml_value(text: str) -> Any:
+    """A word of the command line as TOML would read it: a number, true or false; anything else is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
-        def forward(number: int, _: object) -> None:
-            nonlocal interrupted
-            interrupted = interrupted or number == signal.SIGINT
-            child.send_signal(signal.SIGTERM)
 
-        before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            code = child.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if note.is_file():
-            return EXIT_INTERRUPTED if interrupted else 0
-        return code if code >= 0 else 128 - code
+def _newest(out: str) -> Path | None:
+    """The newest whole checkpoint of a run."""
+    return Checkpoints(Path(out) / "checkpoints", comm=LocalCommunicator()).latest()
 
 
 def _report(out: Path, result: dict[str, Any]) -> None:
@@ -192,17 +224,24 @@ class _Bar:
         self._shown = tenth
 
 
-def _guarded(run: Any) -> int:
-    """Errors of the user in one sentence; everything else with its traceback."""
+def _guarded(run: Callable[[], int]) -> int:
+    """An error becomes one sentence, or a traceback where that is needed; a rank leaves it to its launcher to say."""
     try:
-        return int(run())
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return run()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Exception as error:
+        code = EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILURE
+        text = f"error: {error}" if _speaks_for_itself(error) else traceback.format_exc().rstrip()
+        if not report(code, text, about_others=isinstance(error, CommError)):
+            print(text, file=sys.stderr)
+        return code
 
 
-if __name__ == "__main__":
-    sys.exit(work(*sys.argv[1:]))
+def _speaks_for_itself(error: Exception) -> bool:
+    """Whether the message is enough; PLSC_DEBUG=1 shows the traceback of everything."""
+    if os.environ.get("PLSC_DEBUG") == "1":
+        return False
+    known = (ValueError, CheckpointError, CommError, NonFiniteLoss)
+    return isinstance(error, known) or (isinstance(error, OSError) and error.filename is not None)

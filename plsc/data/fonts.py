@@ -82,30 +82,66 @@ def list_faces(files: Sequence[Path]) -> list[Face]:
     return list(faces.values())
 
 
-def draw(face: Face, codes: Sequence[int], image_size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+@dataclass(frozen=True)
+class Drawn:
+    """Pictures of n characters of one face. Equal pictures have equal digests, and so have equal outlines."""
+
+    codes: NDArray[np.uint32]  # [n]
+    pictures: NDArray[np.uint8]  # [n, image_size, image_size]
+    picture_digests: NDArray[np.uint64]  # [n]
+    outline_digests: NDArray[np.uint64]  # [n]
+
+
+def draw(face: Face, codes: Sequence[int], image_size: int) -> Drawn:
     """Draws characters as grey pictures, ink 255 on 0, each centred by the box of its ink.
 
-    The em is three quarters of the picture; what is larger than the picture is scaled down to it. Returns the codes
-    [n] and pictures [n, image_size, image_size] of those that show ink and not the mark of a missing character.
+    The em is three quarters of the picture; what is larger than the picture is scaled down to it. Characters without
+    ink and those that show the face's mark of a missing character are left out.
     """
     font = ImageFont.truetype(
         face.path, round(0.75 * image_size), index=face.index, layout_engine=ImageFont.Layout.BASIC
     )
-    missing = _picture(font, _NOT_A_CHARACTER, image_size)
+    mark = _picture(font, _NOT_A_CHARACTER, image_size)
+    outlines, outline_of_mark = _outlines(face, codes)
     kept, pictures = [], []
-    for code in codes:
+    for k, code in enumerate(codes):
         picture = _picture(font, chr(code), image_size)
-        if picture is not None and picture != missing:
-            kept.append(code)
+        if picture is not None and picture != mark and outlines[k] != outline_of_mark:
+            kept.append(k)
             pictures.append(picture)
     flat = np.frombuffer(b"".join(pictures), np.uint8) if pictures else np.empty(0, np.uint8)
-    return np.array(kept, np.uint32), flat.reshape(-1, image_size, image_size)
+    return Drawn(
+        codes=np.array(codes, np.uint32)[kept],
+        pictures=flat.reshape(-1, image_size, image_size),
+        picture_digests=np.array([_digest(picture) for picture in pictures], np.uint64),
+        outline_digests=np.array(outlines, np.uint64)[kept],
+    )
 
 
-def digests(pictures: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """A 64-bit digest of each picture [n, S, S]: equal pictures have equal digests."""
-    each = (int.from_bytes(blake2b(picture.tobytes(), digest_size=8).digest(), "little") for picture in pictures)
-    return np.fromiter(each, np.uint64, len(pictures))
+def _outlines(face: Face, codes: Sequence[int]) -> tuple[list[int], int]:
+    """A digest of the outline of each character, wherever it lies in its cell, and that of the missing mark.
+
+    Pictures are fitted to the pixels, and by other rules for other scripts: outlines tell what they hide. In fonts of
+    PostScript outlines only characters that share a glyph are found alike: reading those would take too long.
+    """
+    from fontTools.ttLib import TTFont
+
+    with TTFont(face.path, fontNumber=face.index, lazy=True) as font:
+        mapped, table = font.getBestCmap(), font["glyf"] if "glyf" in font else None
+
+        def outline(glyph: str) -> int:
+            if table is None:
+                return _digest(glyph.encode())
+            points, ends, on_curve = table[glyph].getCoordinates(table)
+            place = np.array(points, np.int32).reshape(-1, 2)
+            place -= place.min(axis=0, initial=2**15)
+            return _digest(place.tobytes() + bytes(on_curve) + str(list(ends)).encode())
+
+        return [outline(mapped[code]) for code in codes], outline(font.getGlyphOrder()[0])
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
 def _matplotlib_folder() -> Path:

@@ -1,6 +1,6 @@
 """A large set of real classes without a download: the characters of font files, one image for each face.
 
-A class is a character, or several that look alike: those whose pictures coincide byte for byte in more than half of the
+A class is a character, or several that look alike: those whose pictures or outlines coincide in more than half of the
 faces they share (Latin A, Greek Alpha, Cyrillic A) are one. Pictures are drawn once into a cache and read by mmap.
 """
 
@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -26,14 +25,16 @@ import PIL
 from numpy.typing import NDArray
 from PIL import features
 
-from plsc.data.fonts import Face, digests, draw, find_fonts, list_faces
+from plsc.data.fonts import Drawn, Face, draw, find_fonts, list_faces
 
 logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the drawing and the cache's layout: part of the key
-_CHUNK = 2048  # characters of a drawing task
-_PLACEHOLDER = 64  # a picture that so many characters of a face share stands for none of them
+_CHUNK = 8192  # characters of a drawing task
+_PLACEHOLDER = 64  # a shape that so many characters of a face share stands for none of them
 _POOL_FROM = 200_000  # pictures from which drawing in several processes pays
+
+_DRAWN = np.dtype([("code", "u4"), ("face", "u2"), ("picture", "u8"), ("outline", "u8")])  # a picture drawn
 
 Progress = Callable[[int, int], None]
 
@@ -204,27 +205,23 @@ def _draw_all(
     if workers is None:
         workers = (os.cpu_count() or 1) if total >= _POOL_FROM else 1
     logger.info("drawing %d characters of %d faces into %s", total, len(faces), folder)
-    codes, numbers, marks, done = [], [], [], 0
+    parts, done = [], 0
     with open(folder / "raw", "wb") as raw:
-        for task, (kept, pictures, digest) in zip(tasks, _run(tasks, workers), strict=True):
-            raw.write(pictures.tobytes())
-            codes.append(kept)
-            numbers.append(np.full(len(kept), task.number, np.uint16))
-            marks.append(digest)
+        for task, result in zip(tasks, _run(tasks, workers), strict=True):
+            raw.write(result.pictures.tobytes())
+            part = np.zeros(len(result.codes), _DRAWN)
+            part["code"], part["face"] = result.codes, task.number
+            part["picture"], part["outline"] = result.picture_digests, result.outline_digests
+            parts.append(part)
             done += min(_CHUNK, len(task.face.codes) - task.start)
             if progress is not None:
                 progress(done, total)
-    drawn = np.zeros(sum(map(len, codes)), [("code", "u4"), ("face", "u2"), ("digest", "u8")])
+    drawn = np.concatenate([*parts, np.zeros(0, _DRAWN)])
     if not len(drawn):
         raise ValueError(f"none of {len(files)} font files has characters to draw; give others")
-    drawn["code"], drawn["face"], drawn["digest"] = (
-        np.concatenate(codes),
-        np.concatenate(numbers),
-        np.concatenate(marks),
-    )
     classes, rows, groups = _group(drawn)
     index = np.zeros(len(rows), [("group", "i4"), ("face", "u2"), ("digest", "u8")])
-    index["group"], index["face"], index["digest"] = groups, drawn["face"][rows], drawn["digest"][rows]
+    index["group"], index["face"], index["digest"] = groups, drawn["face"][rows], drawn["picture"][rows]
     np.save(folder / "index.npy", index)
     source = np.memmap(folder / "raw", np.uint8, "r", shape=(len(drawn), image_size, image_size))
     pictures = np.lib.format.open_memmap(folder / "pictures.npy", "w+", np.uint8, (len(rows), image_size, image_size))
@@ -248,15 +245,11 @@ class _Task:
     image_size: int
 
 
-_Drawn = tuple[NDArray[np.uint32], NDArray[np.uint8], NDArray[np.uint64]]
+def _draw_task(task: _Task) -> Drawn:
+    return draw(task.face, task.face.codes[task.start : task.start + _CHUNK], task.image_size)
 
 
-def _draw_task(task: _Task) -> _Drawn:
-    codes, pictures = draw(task.face, task.face.codes[task.start : task.start + _CHUNK], task.image_size)
-    return codes, pictures, digests(pictures)
-
-
-def _run(tasks: Sequence[_Task], workers: int) -> Iterator[_Drawn]:
+def _run(tasks: Sequence[_Task], workers: int) -> Iterator[Drawn]:
     if workers <= 1:
         yield from map(_draw_task, tasks)
         return
@@ -276,23 +269,23 @@ def _group(drawn: NDArray[Any]) -> tuple[list[list[int]], NDArray[np.int64], NDA
     Returns the code points of each group [G][...], lowest first and groups by lowest; the chosen rows of `drawn` [M],
     by group, then face; and their groups [M]. Groups of fewer than two pictures are left out.
     """
-    alike = _coincidences(drawn)
-    placeholders = [rows for rows in alike if len(rows) >= _PLACEHOLDER]
-    alike = [rows for rows in alike if len(rows) < _PLACEHOLDER]
+    sets = _coincidences(drawn, "picture") + _coincidences(drawn, "outline")
+    alike = [rows for rows in sets if len(rows) < _PLACEHOLDER]
     usable = np.ones(len(drawn), np.bool_)
-    for rows in placeholders:
-        usable[rows] = False
-        logger.info("left out a picture that %d characters of one face share", len(rows))
+    for rows in sets:
+        if len(rows) >= _PLACEHOLDER:
+            usable[rows] = False
+            logger.info("left out a shape that %d characters of one face share", len(rows))
     leader = _merge(drawn, alike, usable)
     group_faces: dict[int, set[int]] = {}
     for code, face in drawn[["code", "face"]][usable].tolist():
         group_faces.setdefault(leader[code], set()).add(face)
-    # A picture that two groups still show in one face belongs to the one that stands in more faces.
+    # A shape that two groups still show in one face belongs to the one that stands in more faces.
     for rows in alike:
-        owners = {leader[code] for code in drawn["code"][rows].tolist()}
-        if len(owners) > 1:
-            owner = min(owners, key=lambda code: (-len(group_faces[code]), code))
-            usable[[row for row in rows.tolist() if leader[int(drawn["code"][row])] != owner]] = False
+        owners = {row: leader[int(drawn["code"][row])] for row in rows.tolist() if usable[row]}
+        if len(set(owners.values())) > 1:
+            first = min(set(owners.values()), key=lambda code: (-len(group_faces[code]), code))
+            usable[[row for row, owner in owners.items() if owner != first]] = False
     rows = np.flatnonzero(usable)
     leaders = np.array([leader[code] for code in drawn["code"][rows].tolist()], np.int64)
     order = np.lexsort((drawn["code"][rows], drawn["face"][rows], leaders))
@@ -310,10 +303,10 @@ def _group(drawn: NDArray[Any]) -> tuple[list[list[int]], NDArray[np.int64], NDA
     return list(members.values()), rows[stays], np.searchsorted(kept, leaders[stays])
 
 
-def _coincidences(drawn: NDArray[Any]) -> list[NDArray[np.int64]]:
-    """The sets of two rows or more that show the same picture in the same face."""
-    order = np.lexsort((drawn["code"], drawn["digest"], drawn["face"]))
-    face, digest = drawn["face"][order], drawn["digest"][order]
+def _coincidences(drawn: NDArray[Any], what: str) -> list[NDArray[np.int64]]:
+    """The sets of two rows or more, by ascending code, that have the same picture or outline in the same face."""
+    order = np.lexsort((drawn["code"], drawn[what], drawn["face"]))
+    face, digest = drawn["face"][order], drawn[what][order]
     new = np.flatnonzero((face[1:] != face[:-1]) | (digest[1:] != digest[:-1])) + 1
     return [rows for rows in np.split(order, new) if len(rows) > 1]
 
@@ -327,10 +320,13 @@ def _merge(drawn: NDArray[Any], alike: list[NDArray[np.int64]], usable: NDArray[
     faces: dict[int, int] = {}  # a bit for each face
     for code, face in drawn[["code", "face"]][usable].tolist():
         faces[code] = faces.get(code, 0) | 1 << face
-    times: Counter[tuple[int, int]] = Counter()
+    together: dict[tuple[int, int], int] = {}  # the faces in which two coincide
     for rows in alike:
-        codes = drawn["code"][rows].tolist()  # ascending
-        times.update((a, b) for k, a in enumerate(codes) for b in codes[k + 1 :])
+        face = 1 << int(drawn["face"][rows[0]])
+        codes = drawn["code"][rows[usable[rows]]].tolist()
+        for k, a in enumerate(codes):
+            for b in codes[k + 1 :]:
+                together[a, b] = together.get((a, b), 0) | face
     leader = {code: code for code in faces}
 
     def find(code: int) -> int:
@@ -339,8 +335,8 @@ def _merge(drawn: NDArray[Any], alike: list[NDArray[np.int64]], usable: NDArray[
             code = leader[code]
         return code
 
-    for (a, b), count in times.items():
-        if 2 * count > (faces[a] & faces[b]).bit_count():
+    for (a, b), where in together.items():
+        if 2 * where.bit_count() > (faces[a] & faces[b]).bit_count():
             low, high = sorted((find(a), find(b)))
             leader[high] = low
     return {code: find(code) for code in leader}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +19,8 @@ import tomli_w
 from plsc.fleet import Strategy
 
 RECIPES = "plsc.recipes"
+OPTIMIZERS = ("sgd", "adamw", "lars")
+SCHEDULES = ("polynomial", "cosine", "step", "constant")
 T = TypeVar("T")
 
 
@@ -57,7 +61,7 @@ class HeadConfig:
     """The classifier. margin: a name of plsc.nn.MARGINS, "module:Class", or "linear" for plain softmax with a bias."""
 
     margin: str = "arcface"
-    margin_args: dict[str, Any] = field(default_factory=dict)  # arguments of the margin's class, such as scale
+    margin_args: dict[str, Any] = field(default_factory=dict)  # arguments of the margin's class; replace the recipe's
     sample_rate: float = 1.0
     sub_centers: int = 1
     filter_threshold: float | None = None
@@ -123,12 +127,22 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "log_every", "keep", "nproc"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        for name in ("epochs", "max_steps", "save_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 0")
+        """What is wrong with a number by itself; what depends on data, ranks or classes is found where it is used."""
+        _at_least(1, self, "batch_size", "log_every", "keep", "nproc")
+        _at_least(0, self, "seed", "epochs", "max_steps", "save_every")
+        _at_least(1, self.data, "image_size", "channels", "num_samples", where="data.")
+        _at_least(0, self.data, "num_classes", "workers", "crop", "held_out", where="data.")
+        _at_least(1, self.model, "embedding_size", where="model.")
+        _at_least(0, self.head, "sample_rate", "cache_mb", where="head.")
+        _at_least(0, self.optim, "lr", "momentum", "weight_decay", "warmup_epochs", where="optim.")
+        _at_least(1, self.eval, "num_pairs", "folds", "batch_size", where="eval.")
+        _at_least(0, self.eval, "every", where="eval.")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout}, expected seconds, more than 0")
+        if not self.out:
+            raise ValueError("out is empty, expected the folder to write into")
+        _one_of("optim.name", self.optim.name, OPTIMIZERS)
+        _one_of("optim.schedule", self.optim.schedule, SCHEDULES)
         _one_of("eval.task", self.eval.task, ("verification", "classification", "none"))
 
 
@@ -141,20 +155,25 @@ def list_recipes() -> list[str]:
 def load_recipe(recipe: str) -> Config:
     """A Config from a shipped recipe's name or the path of a TOML file."""
     path = Path(recipe)
-    if path.suffix == ".toml" or path.is_file():
-        if not path.is_file():
-            raise ValueError(f"recipe file {recipe} does not exist; shipped recipes: {', '.join(list_recipes())}")
-        text = path.read_text(encoding="utf-8")
+    if path.is_file():
+        source: Traversable = path
+    elif recipe in list_recipes():
+        source = resources.files(RECIPES).joinpath(f"{recipe}.toml")
     else:
-        names = list_recipes()
-        if recipe not in names:
-            raise ValueError(f"no recipe {recipe!r}{did_you_mean(recipe, names)}; shipped recipes: {', '.join(names)}")
-        text = resources.files(RECIPES).joinpath(f"{recipe}.toml").read_text(encoding="utf-8")
+        raise ValueError(_no_recipe(path))
     try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        values = tomllib.loads(source.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, or not TOML
         raise ValueError(f"recipe {recipe} is not valid TOML: {error}") from error
     return from_dict(Config, values, where=f"recipe {recipe}")
+
+
+def _no_recipe(path: Path) -> str:
+    shipped = list_recipes()
+    beside = [str(file) for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+    what = f"recipe file {path} does not exist" if path.suffix == ".toml" else f"no recipe {str(path)!r}"
+    hint = did_you_mean(str(path), beside) or did_you_mean(path.stem, shipped)
+    return f"{what}{hint}; expected a TOML file or a shipped recipe: {', '.join(shipped)}"
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], *, where: str) -> T:
@@ -198,8 +217,9 @@ def _convert(kind: Any, value: Any, name: str, where: str) -> Any:
     if type(None) in args:
         kind, origin = args[0], None
     if origin is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{name} is {value!r}, expected a list")
+        if not isinstance(value, list) or (args[-1] is not ... and len(value) != len(args)):
+            expected = "a list" if args[-1] is ... else f"a list of {len(args)}"
+            raise ValueError(f"{name} is {value!r}, expected {expected}")
         return tuple(_convert(args[0], entry, name, where) for entry in value)
     if origin is dict:
         if not isinstance(value, Mapping):
@@ -216,6 +236,13 @@ def did_you_mean(name: str, known: typing.Sequence[str]) -> str:
     """A suggestion to append to an error, empty when nothing known is close."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _at_least(least: int, config: Any, *names: str, where: str = "") -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not least <= value < math.inf:
+            raise ValueError(f"{where}{name} is {value}, expected at least {least}")
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

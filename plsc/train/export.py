@@ -300,6 +300,10 @@ def _to_onnx(module: nn.Module, images: Tensor, input_name: str) -> "ModelProto"
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ImportError(f"ONNX export needs {error.name}; remedy: pip install onnx onnxscript") from error
+    # It warns of each operator of torchvision's that it skips where that is not installed: no model here has any.
+    noisy = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = noisy.level
+    noisy.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about torch's own internals
@@ -317,6 +321,8 @@ def _to_onnx(module: nn.Module, images: Tensor, input_name: str) -> "ModelProto"
     except torch.onnx.OnnxExporterError as error:
         reason = str(error.__cause__ or error).strip().splitlines()
         raise ValueError(f"backbone: torch cannot export it as ONNX: {reason[0] if reason else error!r}") from error
+    finally:
+        noisy.setLevel(level)
     assert program is not None  # with dynamo=True
     return program.model_proto
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from pathlib import Path
 from typing import Any
 
 from plsc.comm import Communicator
 from plsc.train.build import Progress
+from plsc.train.checkpoint import _agree as agree
 from plsc.train.config import Config
-from plsc.train.evaluate import VerificationResult, embed
+from plsc.train.evaluate import VerificationResult
 from plsc.train.export import export_embeddings, export_head_centres, export_onnx, model_digest
 from plsc.train.plots import plot_loss, plot_roc, read_records
-from plsc.train.trainer import AMP_DTYPES, Trainer
+from plsc.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -21,31 +23,42 @@ logger = logging.getLogger(__name__)
 def train(
     config: Config, *, comm: Communicator | None = None, progress: Progress | None = None
 ) -> dict[str, Any] | None:
-    """Trains, evaluates, plots and exports; returns the figures, or None if a signal stopped the run early."""
+    """Trains, evaluates, plots and exports; returns the figures, or None if a signal stopped the run early.
+
+    Ctrl-C in this process also saves first, and is raised as KeyboardInterrupt then.
+    """
     trainer = Trainer(config, comm=comm, progress=progress)
     if not trainer.fit():
+        if trainer.stopped_by == signal.SIGINT:
+            raise KeyboardInterrupt
         return None
-    return finish(trainer, export=config.export)
-
-
-def evaluate(config: Config, *, comm: Communicator | None = None, export: bool = False) -> dict[str, Any]:
-    """Measures a run's newest checkpoint again, on any number of ranks; with `export` writes its artifacts again."""
-    trainer = Trainer(config, comm=comm)
-    if not trainer.resume():
-        raise ValueError(f"{config.out} has no checkpoint to evaluate; train it first with plsc-train")
-    return finish(trainer, export=export)
-
-
-def finish(trainer: Trainer, *, export: bool) -> dict[str, Any]:
-    """Evaluates, then rank 0 writes result.json and the plots, and all ranks export. Collective."""
-    result = trainer.evaluate()
-    if trainer.fleet.rank == 0:
-        text = json.dumps({"step": trainer.step, **result}, indent=2)
-        (trainer.out / "result.json").write_text(text + "\n", encoding="utf-8")
-        draw(trainer.out, trainer.verified)
-    if export:
+    result = measure(trainer)
+    if config.export:
         export_run(trainer)
-    trainer.fleet.comm.barrier()
+    return result
+
+
+def evaluate(config: Config, *, comm: Communicator | None = None) -> dict[str, Any]:
+    """Measures a run's newest checkpoint again, on any number of ranks."""
+    return measure(_resumed(config, comm))
+
+
+def export(config: Config, *, comm: Communicator | None = None) -> dict[str, Path]:
+    """Writes the artifacts of a run's newest checkpoint again, on any number of ranks, without measuring it."""
+    return export_run(_resumed(config, comm))
+
+
+def measure(trainer: Trainer) -> dict[str, Any]:
+    """Evaluates, then rank 0 writes result.json and the plots. Collective."""
+    result = trainer.evaluate()
+
+    def write() -> None:
+        if trainer.fleet.rank == 0:
+            text = json.dumps({"step": trainer.step, **result}, indent=2)
+            (trainer.out / "result.json").write_text(text + "\n", encoding="utf-8")
+            draw(trainer.out, trainer.verified)
+
+    agree(trainer.fleet.comm, f"write the results into {trainer.out}", write)
     return result
 
 
@@ -66,29 +79,31 @@ def export_run(trainer: Trainer) -> dict[str, Path]:
         "centres": out / "centres.safetensors",
         "embeddings": out / "embeddings.safetensors",
     }
-    digest = model_digest(trainer.backbone)
-    rank0 = trainer.fleet.rank == 0
-    if rank0:
-        out.mkdir(parents=True, exist_ok=True)
-        export_onnx(
-            trainer.backbone, paths["onnx"], image_size=config.data.image_size, in_channels=config.data.channels
-        )
-    trainer.fleet.comm.barrier()
+    comm, digest = trainer.fleet.comm, model_digest(trainer.backbone)
+
+    def write_model() -> None:
+        if comm.rank == 0:
+            export_onnx(
+                trainer.backbone, paths["onnx"], image_size=config.data.image_size, in_channels=config.data.channels
+            )
+
+    agree(comm, f"export {paths['onnx']}", write_model)
     names = getattr(trainer.data, "class_names", None)
     whole = names is not None and len(names) == trainer.num_classes
     export_head_centres(paths["centres"], trainer.head, digest=digest, class_names=names if whole else None)
-    data, embeddings = trainer.eval_data, trainer.embeddings
-    if data is None or embeddings is None:
-        data = trainer.data if data is None else data
-        embeddings = embed(
-            trainer.backbone,
-            data,
-            comm=trainer.fleet.comm,
-            batch_size=config.eval.batch_size,
-            autocast=AMP_DTYPES[config.strategy.amp],
-            flip=config.eval.flip,
-        )
-    if rank0:
-        sample_names = [data.name(i) for i in range(len(data))]
-        export_embeddings(paths["embeddings"], embeddings, labels=data.labels, digest=digest, names=sample_names)
+    data, embeddings = trainer.embed()
+
+    def write_embeddings() -> None:
+        if comm.rank == 0:
+            names = [data.name(i) for i in range(len(data))]
+            export_embeddings(paths["embeddings"], embeddings, labels=data.labels, digest=digest, names=names)
+
+    agree(comm, f"export {paths['embeddings']}", write_embeddings)
     return paths
+
+
+def _resumed(config: Config, comm: Communicator | None) -> Trainer:
+    trainer = Trainer(config, comm=comm)
+    if not trainer.resume():
+        raise ValueError(f"{config.out} has no checkpoint; train it first with plsc-train")
+    return trainer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import threading
 import time
@@ -20,9 +21,11 @@ from plsc.fleet import Fleet, NonFiniteLoss
 from plsc.strategies import first_nonfinite, set_lr
 from plsc.train import build
 from plsc.train.checkpoint import Checkpoints
+from plsc.train.checkpoint import _agree as agree
 from plsc.train.config import Config, dump, load_recipe
 from plsc.train.evaluate import VerificationResult, classify, embed, identify, verify
 from plsc.train.metrics_log import MetricsLog
+from plsc.train.storage import make_directories, replace_durably
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class Trainer:
         self.pairs: Pairs | None = None
         if config.eval.task != "none":
             self.eval_data, self.pairs = build.build_eval(config, self.data)
+        if self.pairs is not None and self.eval_data is self.data and comm.rank == 0:
+            logger.warning("verification uses the TRAINING images: no eval.path is given; the figure says nothing new")
         self.loader = self.fleet.loader(
             self.data,
             config.batch_size,
@@ -74,7 +79,7 @@ class Trainer:
         self.checkpoints = Checkpoints(self.out / "checkpoints", keep=config.keep, comm=comm)
         self.log = MetricsLog(self.out) if comm.rank == 0 else None
         self.verified: VerificationResult | None = None  # of the last evaluation
-        self.embeddings: np.ndarray | None = None  # [N, D] of the evaluation set, then
+        self._embedded: tuple[int, np.ndarray] | None = None  # the step of, and embeddings [N, D]
         self._signal: int | None = None
         self._last_saved = -1
 
@@ -178,12 +183,21 @@ class Trainer:
 
     def _begin(self) -> None:
         comm, config = self.fleet.comm, self.config
-        if comm.rank == 0:
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "config.toml").write_text(dump(config), encoding="utf-8")
+        if not config.resume and self.checkpoints.steps():
+            raise ValueError(
+                f"{self.checkpoints.directory} has checkpoints already and resume is off; expected a fresh folder; "
+                "give another --out, delete it, or leave resume on to continue"
+            )
         resumed = config.resume and self.resume()
-        if self.log is not None:
-            self.log.open(self.step if resumed else 0)
+
+        def open_files() -> None:
+            if self.log is not None:
+                make_directories(self.out)
+                # After the checkpoint was found to fit: a config that does not must not take the run's place.
+                replace_durably(self.out / "config.toml", [dump(config).encode()])
+                self.log.open(self.step if resumed else 0)
+
+        agree(comm, f"write into {self.out}", open_files)
         parameters = sum(p.numel() for p in self.backbone.parameters())
         logger.info(
             "%d images, %d classes, %d ranks; %s with %.2f M parameters, head of %d x %d; %d steps of %d images",
@@ -202,27 +216,20 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Measures what the config asks for, logs and returns the figures; collective."""
-        config, start = self.config, time.perf_counter()
+        start = time.perf_counter()
         if self.eval_data is None:
             return {}
-        options: dict[str, Any] = {
-            "comm": self.fleet.comm,
-            "batch_size": config.eval.batch_size,
-            "device": self.fleet.device,
-            "autocast": AMP_DTYPES[config.strategy.amp],
-            "flip": config.eval.flip,
-        }
         result: dict[str, Any]
         if self.pairs is None:
-            found = classify(self.backbone, self.head, self.eval_data, **options)
+            found = classify(self.backbone, self.head, self.eval_data, **self._eval_options())
             result = {f"top{k}": value for k, value in found.items()}
         else:
-            self.embeddings = embed(self.backbone, self.eval_data, **options)
-            self.verified = verify(self.embeddings, self.pairs)
+            _, embeddings = self.embed()
+            self.verified = verify(embeddings, self.pairs)
             result = dict(self.verified.record())
             labels = np.asarray(self.eval_data.labels)
             if len(np.unique(labels)) < len(labels):
-                found = identify(self.embeddings, labels, ks=(1, 5))
+                found = identify(embeddings, labels, ks=(1, 5))
                 result |= {f"rank{k}": value for k, value in found.items()}
         result["eval_seconds"] = time.perf_counter() - start
         if self.log is not None:
@@ -231,29 +238,62 @@ class Trainer:
         logger.info("evaluation at step %d: %s", self.step, shown)
         return result
 
+    def embed(self) -> tuple[Dataset, np.ndarray]:
+        """The evaluation set (the training set if there is none) and its embeddings [N, D] as of now; collective.
+
+        Computed once between two steps.
+        """
+        data = self.data if self.eval_data is None else self.eval_data
+        if self._embedded is None or self._embedded[0] != self.step:
+            self._embedded = (self.step, embed(self.backbone, data, **self._eval_options()))
+        return data, self._embedded[1]
+
+    def _eval_options(self) -> dict[str, Any]:
+        return {
+            "comm": self.fleet.comm,
+            "batch_size": self.config.eval.batch_size,
+            "device": self.fleet.device,
+            "autocast": AMP_DTYPES[self.config.strategy.amp],
+            "flip": self.config.eval.flip,
+        }
+
     # ---- signals
+
+    @property
+    def stopped_by(self) -> int | None:
+        """The signal that asked this rank to stop, if one has."""
+        return self._signal
 
     def _signals(self) -> Any:
         return _CaughtSignals(self)
 
 
 class _CaughtSignals:
-    """SIGTERM and Ctrl-C ask the loop to save and stop after the step; only the main thread can catch them."""
+    """SIGTERM, SIGHUP and Ctrl-C ask the loop to save and stop after the step, a second Ctrl-C ends it as it stands.
+
+    Only the main thread can catch signals.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+                    self._before[number] = signal.signal(number, self._note)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, _: object) -> None:
+        if os.getpid() != self._process:
+            return  # a reading process that was forked: it ends with the loader
+        if number == signal.SIGINT and self._trainer._signal == number:
+            raise KeyboardInterrupt
         self._trainer._signal = number
         logger.info("%s: stopping after this step", signal.Signals(number).name)
 

@@ -43,7 +43,14 @@ def samples(dataset: ImageFolder | ImageList) -> list[tuple[bytes, int]]:
 def test_folder_is_sorted_by_class_then_file(folder: Path) -> None:
     dataset = ImageFolder(folder, image_size=16)
     assert list(dataset.class_names) == ["Z", "a b", "b"] and dataset.num_classes == 3
-    assert [dataset.name(i) for i in range(6)] == ["Z/u.bmp", "Z/é.jpeg", "a b/x.PNG", "a b/y.webp", "b/10.jpg", "b/2.png"]
+    assert [dataset.name(i) for i in range(6)] == [
+        "Z/u.bmp",
+        "Z/é.jpeg",
+        "a b/x.PNG",
+        "a b/y.webp",
+        "b/10.jpg",
+        "b/2.png",
+    ]
     assert dataset.labels.dtype == np.int64 and dataset.labels.tolist() == [0, 0, 1, 1, 2, 2]
     image, label = dataset[5]
     assert label == 2 and image.dtype == np.uint8
@@ -89,7 +96,8 @@ def test_list_keeps_its_order_and_its_own_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["a.jpg 1.5", "a.jpg -2", "a.jpg", "7", "a.jpg Anna", "a.jpg,3", "a.jpg 1_0", "a.jpg +1", "a.jpg " + "9" * 30]
+    "line",
+    ["a.jpg 1.5", "a.jpg -2", "a.jpg", "7", "a.jpg Anna", "a.jpg,3", "a.jpg 1_0", "a.jpg +1", "a.jpg " + "9" * 30],
 )
 def test_list_names_the_wrong_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "list.txt"
@@ -122,7 +130,7 @@ def test_lists_without_content(tmp_path: Path) -> None:
 
 
 def test_folders_without_images(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ValueError, match="expected a folder or a .zip"):
+    with pytest.raises(ValueError, match=r"expected a folder or a \.zip"):
         ImageFolder(tmp_path / "nowhere")
     empty = tmp_path / "empty"
     (empty / "a").mkdir(parents=True)
@@ -181,7 +189,7 @@ def test_sizes_and_channels(folder: Path) -> None:
     grey = ImageFolder(folder, image_size=24, channels=1)[0][0]
     assert colour.shape == (8, 8, 3) and grey.shape == (24, 24, 1)
     for kwargs in ({"channels": 2}, {"image_size": 0}):
-        with pytest.raises(ValueError, match="got (channels|image_size)"):
+        with pytest.raises(ValueError, match=r"got (channels|image_size)"):
             ImageFolder(folder, **kwargs)
 
 

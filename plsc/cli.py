@@ -8,7 +8,8 @@ import sys
 import tempfile
 import tomllib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,33 +103,36 @@ def _launch(command: str, config: Config) -> int:
 
 def _work(command: str, config: Config) -> int:
     """This process's part of a command, as one rank of a world or alone."""
-    comm = _join(config)
+    if Launch.read() is not None:
+        die_with_parent()
+    comm = connect(timeout=config.timeout)
     from plsc.train import run  # matplotlib and all: only where they are needed
 
     result: dict[str, Any] | None
-    if command == "train":
-        result = run.train(config, comm=comm, progress=_Bar("drawing glyphs") if comm.rank == 0 else None)
-    elif command == "evaluate":
-        result = run.evaluate(config, comm=comm)
-    else:
-        result = run.export(config, comm=comm)
+    with _logging_to_stdout(comm):
+        if command == "train":
+            result = run.train(config, comm=comm, progress=_Bar("drawing glyphs") if comm.rank == 0 else None)
+        elif command == "evaluate":
+            result = run.evaluate(config, comm=comm)
+        else:
+            result = run.export(config, comm=comm)
     if comm.rank == 0 and result is not None:
         _report(Path(config.out), result)
     comm.close()
     return 0
 
 
-def _join(config: Config) -> Communicator:
-    """Connects to the other ranks and sets up logging; a rank dies with the process that launched it."""
-    if Launch.read() is not None:
-        die_with_parent()
-    comm = connect(timeout=config.timeout)
-    log = logging.getLogger("plsc")
-    handler = logging.StreamHandler(sys.stdout)
+@contextmanager
+def _logging_to_stdout(comm: Communicator) -> Iterator[None]:
+    """What the library logs, as plain lines: all of rank 0's, the warnings of the others."""
+    log, handler = logging.getLogger("plsc"), logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s" if comm.rank == 0 else f"rank {comm.rank}: %(message)s"))
-    log.handlers = [handler]
+    log.addHandler(handler)
     log.setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
-    return comm
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def _parse(prog: str, args: Sequence[str]) -> Config:

@@ -127,13 +127,18 @@ def test_no_module_bears_another_name() -> None:
     assert [relative(path) for path, name in names.items() if name in libraries] == []
 
 
+def canonical(name: str) -> str:
+    """A distribution's name as installers compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def test_imports_are_declared() -> None:
     """Every import is of the standard library, plsc or a declared dependency; never of tools/ or datasets/."""
-    declared = {re.split(r"[^\w.-]", line)[0].lower() for line in project()["dependencies"]}
+    declared = {canonical(re.split(r"[^\w.-]", line)[0]) for line in project()["dependencies"]}
     providers = importlib.metadata.packages_distributions()
     for path in MODULES:
         tops = {name.split(".")[0] for name in imported(path)} - set(sys.stdlib_module_names) - OPTIONAL - {"plsc"}
-        strangers = {top for top in tops if declared.isdisjoint(name.lower() for name in providers.get(top, []))}
+        strangers = {top for top in tops if declared.isdisjoint(map(canonical, providers.get(top, [])))}
         assert not strangers, f"{relative(path)} imports {strangers}; declare in pyproject.toml, docs/dependencies.md"
 
 

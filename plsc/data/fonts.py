@@ -127,7 +127,7 @@ def _outlines(face: Face, codes: Sequence[int]) -> tuple[list[int], int]:
     from fontTools.ttLib import TTFont
 
     with TTFont(face.path, fontNumber=face.index, lazy=True) as font:
-        mapped, table = font.getBestCmap(), font["glyf"] if "glyf" in font else None
+        mapped, table = font.getBestCmap(), font.get("glyf")
 
         def outline(glyph: str) -> int:
             if table is None:

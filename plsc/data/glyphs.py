@@ -1,7 +1,8 @@
 """A large set of real classes without a download: the characters of font files, one image for each face.
 
 A class is a character, or several that look alike: those whose pictures or outlines coincide in more than half of the
-faces they share (Latin A, Greek Alpha, Cyrillic A) are one. Pictures are drawn once into a cache and read by mmap.
+faces they share, and in two at least (Latin A, Greek Alpha, Cyrillic A), are one. A shape that two classes still show
+in one face is left to one of them. Pictures are drawn once into a cache and read by mmap.
 """
 
 import contextlib
@@ -284,8 +285,8 @@ def _group(drawn: NDArray[Any]) -> tuple[list[list[int]], NDArray[np.int64], NDA
     for rows in alike:
         owners = {row: leader[int(drawn["code"][row])] for row in rows.tolist() if usable[row]}
         if len(set(owners.values())) > 1:
-            first = min(set(owners.values()), key=lambda code: (-len(group_faces[code]), code))
-            usable[[row for row, owner in owners.items() if owner != first]] = False
+            keeper = min(set(owners.values()), key=lambda code: (-len(group_faces[code]), code))
+            usable[[row for row, owner in owners.items() if owner != keeper]] = False
     rows = np.flatnonzero(usable)
     leaders = np.array([leader[code] for code in drawn["code"][rows].tolist()], np.int64)
     order = np.lexsort((drawn["code"][rows], drawn["face"][rows], leaders))
@@ -314,8 +315,8 @@ def _coincidences(drawn: NDArray[Any], what: str) -> list[NDArray[np.int64]]:
 def _merge(drawn: NDArray[Any], alike: list[NDArray[np.int64]], usable: NDArray[np.bool_]) -> dict[int, int]:
     """The lowest code point of the group of each usable code point.
 
-    Two join if they coincide in more than half of the faces that have both: once may be a slip of one font, and
-    "most" lets a script's own designs differ in a few. What two joined ones join is joined (union-find).
+    Two join if they coincide in more than half of the faces that have both, and in two at least: once may be a slip of
+    a font, and "most" lets a script's own designs differ in a few. What two joined ones join is joined (union-find).
     """
     faces: dict[int, int] = {}  # a bit for each face
     for code, face in drawn[["code", "face"]][usable].tolist():
@@ -336,7 +337,7 @@ def _merge(drawn: NDArray[Any], alike: list[NDArray[np.int64]], usable: NDArray[
         return code
 
     for (a, b), where in together.items():
-        if 2 * where.bit_count() > (faces[a] & faces[b]).bit_count():
+        if where.bit_count() >= 2 and 2 * where.bit_count() > (faces[a] & faces[b]).bit_count():
             low, high = sorted((find(a), find(b)))
             leader[high] = low
     return {code: find(code) for code in leader}

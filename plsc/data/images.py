@@ -72,8 +72,12 @@ class PackedStrings(Sequence[str]):
     def __getitem__(self, index: int | slice) -> str | list[str]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        i = range(len(self))[index]
-        return os.fsdecode(self._blob[self._ends[i] : self._ends[i + 1]].tobytes())
+        if index < 0:
+            index += len(self)
+        if index < 0 or index >= len(self):
+            raise IndexError(f"got string {index}, expected 0 to {len(self) - 1}")
+        start, stop = self._ends[index : index + 2].tolist()
+        return os.fsdecode(self._blob[start:stop].tobytes())
 
 
 @dataclass(frozen=True)
@@ -145,13 +149,14 @@ class ImageFolder:
         return self._files
 
     def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
-        path = os.path.join(self.root, self.name(i))
+        label = int(self.labels[i])
+        path = f"{self.root}/{self.class_names[label]}/{self._files[i]}"
         if self._zip is not None:
             data = self._zip.read(i)
         else:
             with open(path, "rb") as file:
                 data = file.read()
-        return decode_image(data, self.image_size, self.channels, name=path), int(self.labels[i])
+        return decode_image(data, self.image_size, self.channels, name=path), label
 
 
 class ImageList:

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -91,7 +92,7 @@ class Loader:
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
         self.seed, self.shuffle = seed, shuffle
         self.device = torch.device(device)
-        self.epoch, self.position = 0, 0
+        self._order = _Order(len(dataset), batch_size, rank, world_size, seed if shuffle else None)
         self._transform = transform
         self._workers, self._prefetch, self._start_method = workers, prefetch, start_method
         self._pipeline: _Pipeline | None = None
@@ -99,6 +100,16 @@ class Loader:
     @property
     def steps_per_epoch(self) -> int:
         return len(self.dataset) // self.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+        return self._order.epoch
+
+    @property
+    def position(self) -> int:
+        """Samples of the epoch that all ranks together have taken."""
+        return self._order.position
 
     def epochs(self, n: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields batches until epoch n is reached: a loader resumed in epoch 7 yields the rest of 7 and 8 to n - 1.
@@ -109,7 +120,7 @@ class Loader:
         if self._pipeline is None:
             self._pipeline = _Pipeline(
                 self.dataset,
-                _Order(self),
+                self._order,
                 0,
                 self.batch_size // self.world_size,
                 self.device,
@@ -120,18 +131,23 @@ class Loader:
                 persistent=True,
                 start_method=self._start_method,
             )
-        while self.epoch < n:
-            if len(self.dataset) - self.position >= self.batch_size:
-                for batch in self._pipeline:
-                    self.position += self.batch_size
-                    yield batch
-            self.epoch, self.position = self.epoch + 1, 0
+        order = self._order
+        while order.epoch < n:
+            if len(self.dataset) - order.position >= self.batch_size:
+                try:
+                    for batch in self._pipeline:
+                        order.position += self.batch_size
+                        yield batch
+                except Exception:
+                    self._pipeline = None
+                    raise
+            order.epoch, order.position = order.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop stands, in JSON's types; the same on every rank."""
         return {
             "epoch": self.epoch,
-            "position": self.position,  # samples of the epoch consumed by all ranks
+            "position": self.position,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "num_samples": len(self.dataset),
@@ -154,7 +170,7 @@ class Loader:
             raise ValueError(
                 f"got epoch={state['epoch']}, position={state['position']}; expected 0 <= position <= samples"
             )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._order.epoch, self._order.position = int(state["epoch"]), int(state["position"])
 
     def close(self) -> None:
         """Ends the worker processes; they also end with the loader, and `epochs` starts new ones."""
@@ -188,22 +204,25 @@ def batches(
 
 
 class _Order:
-    """The rank's part of each step, from where the loader stands to the end of its epoch."""
+    """Where a loader stands, and the rank's part of each step from there to the end of the epoch.
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    Knows nothing of the loader: in a cycle of references, worker processes would be ended late and slowly.
+    """
+
+    def __init__(self, samples: int, batch_size: int, rank: int, world_size: int, seed: int | None) -> None:
+        self.epoch, self.position = 0, 0
+        self._samples, self._batch_size, self._seed = samples, batch_size, seed
+        self._share = batch_size // world_size
+        self._first = rank * self._share
 
     def __iter__(self) -> Iterator[_Item]:
-        loader = self._loader
-        epoch, samples = loader.epoch, len(loader.dataset)
-        order = np.arange(samples, dtype=np.int32 if samples < 2**31 else np.int64)
-        if loader.shuffle:
-            bits = np.random.Philox(key=[loader.seed, _ORDER], counter=[0, 0, 0, epoch])
+        epoch = self.epoch
+        order = np.arange(self._samples, dtype=np.int32 if self._samples < 2**31 else np.int64)
+        if self._seed is not None:
+            bits = np.random.Philox(key=[self._seed, _ORDER], counter=[0, 0, 0, epoch])
             np.random.Generator(bits).shuffle(order)
-        share = loader.batch_size // loader.world_size
-        for at in range(loader.position, samples - loader.batch_size + 1, loader.batch_size):
-            first = at + loader.rank * share
-            yield epoch, order[first : first + share]
+        for at in range(self.position, self._samples - self._batch_size + 1, self._batch_size):
+            yield epoch, order[at + self._first : at + self._first + self._share]
 
 
 class _Pipeline:
@@ -234,7 +253,7 @@ class _Pipeline:
         num_slots = workers * prefetch + 1
         shape = (num_slots, share, *image_shape)
         reader.slots = _shared(shape) if workers else torch.empty(shape, dtype=torch.uint8)
-        self._reader, self._device = reader, device
+        self._reader, self._device, self._workers = reader, device, workers
         self._buffers = _Buffers()
         self._loader: DataLoader[_Read] = DataLoader(
             reader,  # type: ignore[arg-type]
@@ -250,10 +269,27 @@ class _Pipeline:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         labels_of = self._reader.dataset.labels
-        for slot, samples in self._loader:
+        for slot, samples in self._slots_read():
             images = self._normalise(self._reader.slots[slot, : len(samples)])
             labels = torch.from_numpy(np.asarray(labels_of[samples], np.int64))
             yield images, labels.to(self._device)
+
+    def _slots_read(self) -> Iterator[_Read]:
+        if not self._workers:
+            yield from self._loader
+            return
+        iterator = iter(self._loader)
+        try:
+            yield from iterator
+        except Exception as error:
+            # The frames it passed hold the queues of the workers, in a cycle: they would end late, after a timeout.
+            # What happened in the worker is in the error's text.
+            traceback.clear_frames(error.__traceback__)
+            failure = error.with_traceback(None)
+        else:
+            return
+        del iterator, self._loader
+        raise failure
 
     def _normalise(self, pixels: Tensor) -> Tensor:
         """(x - 127.5) / 127.5 of uint8 [b, C, H, W] in float32, on the device: a quarter of the bytes travel."""

@@ -12,8 +12,9 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +114,7 @@ def unpack(payload: bytes) -> Record:
     return Record(flag, labels, number, number2, payload[body:])
 
 
-def pack(label: float | Sequence[float], image: bytes, *, id: int = 0, id2: int = 0) -> bytes:
+def pack(label: float | Sequence[float] | NDArray[Any], image: bytes, *, id: int = 0, id2: int = 0) -> bytes:
     """A payload: one label in the header (flag 0), or a sequence of labels after it."""
     if isinstance(label, Sequence | np.ndarray):
         labels = np.asarray(label, "<f4").reshape(-1)
@@ -212,15 +213,17 @@ class RecordWriter:
         self._index: BinaryIO = open(self._drafts[1], "wb")  # noqa: SIM115
         self._offset = 0
 
-    def write(self, label: int | Sequence[float], image: bytes, *, id: int | None = None) -> None:
+    def write(self, label: int | Sequence[float] | NDArray[Any], image: bytes, *, id: int | None = None) -> None:
         """Adds a record: a class (or several numbers, the class first) and an encoded image.
 
         id: key in the index and number in the header, rising; one more than the last unless given.
         """
-        several = isinstance(label, Sequence | np.ndarray)
-        if several and not len(label):
-            raise ValueError("got no label, expected a class or a sequence that begins with one")
-        found = _whole(label[0] if several else label)
+        if isinstance(label, Sequence | np.ndarray):
+            if len(label) == 0:
+                raise ValueError("got no label, expected a class or a sequence that begins with one")
+            found = _whole(label[0])
+        else:
+            found = _whole(label)
         key = self._key + 1 if id is None else operator.index(id)
         if not image:
             raise ValueError(f"got an empty image for key {key}, expected an encoded one")
@@ -230,18 +233,18 @@ class RecordWriter:
         if self._framed:
             self._begin_class(found, key)
         id2 = found if found >= EXACT else 0
-        self._append(key, pack(label if several else found, bytes(image), id=key, id2=id2))
+        self._append(key, pack(label, bytes(image), id=key, id2=id2))
+        self._key = key
 
     def close(self) -> None:
         """Finishes both files and puts them in place; the index last, so that a new file never has an old index."""
         if self._data.closed:
             return
         if self._framed:
-            keys = [*self._starts, self._key + 1]
-            images = self._key
-            self._append(0, pack([images + 1, images + len(keys)], b""))
-            for start, stop in zip(keys, keys[1:], strict=False):
-                self._append(self._key + 1, pack([start, stop], b"", id=self._key + 1))
+            first = self._key + 1  # key of the first class's record
+            self._append(0, pack([first, first + len(self._starts)], b""))
+            for key, (start, stop) in enumerate(pairwise([*self._starts, first]), first):
+                self._append(key, pack([start, stop], b"", id=key))
         for file in (self._data, self._index):
             file.flush()
             os.fsync(file.fileno())
@@ -298,10 +301,6 @@ class RecordWriter:
             self._data.write(part)
             self._offset += len(part)
         self._index.write(b"%d\t%d\n" % (key, at))
-        if key:  # the insightface header, written late, has key 0
-            self._key = key
-        elif not self._framed:
-            self._key = 0
 
 
 def _whole(label: float) -> int:

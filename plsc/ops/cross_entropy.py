@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plsc.comm import Communicator
-from plsc.ops.optim import RowOptimizer, RowUpdate, State, apply_rows, collector
+from plsc.ops.optim import RowOptimizer, RowUpdate, State, apply_rows, collector, pieces
 
 _EXP_RANGE = {torch.float32: 78.0, torch.float64: 600.0}  # exp(+-range) summed over 1e8 classes stays in range
 
@@ -165,6 +165,10 @@ class _Sweep:
         self.own_center: Tensor | None = None  # [M] the nearest sub-centre
         self.own_cos: Tensor | None = None  # [N] of all ranks' classes, where `others` needs it
         self.output: Tensor | None = None
+        self.inverse = self.weight.new_empty(self.num_rows, *self.weight.shape[1:-1], 1)  # 1 / |w|, of each sweep
+        # Where nothing stands between cosine and logit the product gives logits at once.
+        self.plain = scoring.others is None and scoring.filter_threshold is None and self.bias is None
+        self.left = problem.x * scoring.scale if self.plain else problem.x  # [N, D]
         self.mine = (problem.place >= 0).nonzero().squeeze(1)  # [M] samples whose class this rank holds
         self.mine_rows = problem.place[self.mine]  # [M]
         order = self.mine_rows.argsort()
@@ -200,7 +204,7 @@ class _Sweep:
         problem, scoring = self.problem, self.problem.scoring
         w_own = self._gather(self.mine_rows)  # [M, (K,) D]
         x_own = problem.x[self.mine]
-        self.own_unit, self.own_inverse = self._unit(w_own)
+        self.own_unit = w_own * _inverse_norm(w_own) if scoring.normalize else w_own
         dots = torch.einsum("md,m...d->m...", x_own, self.own_unit)  # [M, (K)]
         if dots.dim() == 2:
             cos, self.own_center = dots.max(1)
@@ -244,7 +248,7 @@ class _Sweep:
         self.num_cached = problem.cache_bytes // max(block_bytes, 1) if keep_cache else 0
 
     def _sum_block(self, index: int, start: int, stop: int) -> None:
-        unit, _ = self._unit_block(start, stop)
+        unit = self._unit_block(start, stop)
         name = f"cache{index}" if index < self.num_cached else "exponentials"
         raw, slope, center = self._logits(index, start, stop, unit, name)
         if not self.constant_shift and stop > start:
@@ -290,28 +294,28 @@ class _Sweep:
     def _gather(self, rows: Tensor) -> Tensor:
         return self.weight[self._rows_of(rows)]
 
-    def _unit(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Unit rows and inverse norms [n, (K,) 1]; a zero row stays zero, with inverse 0."""
-        if not self.problem.scoring.normalize:
-            return rows, rows.new_ones(())
-        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-        inverse = torch.where(norm > 0, 1 / norm, 0.0)
-        return rows * inverse, inverse
-
-    def _unit_block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """As `_unit` for rows [start, stop), in a buffer that is reused by the next block."""
+    def _rows_between(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of those that take part: a view of the weight, or gathered into a reused buffer."""
         problem = self.problem
         if problem.rows is None:
-            block = self.weight[start:stop]
-        else:
-            block = problem.workspace.get("rows", self.weight, stop - start, *self.weight.shape[1:])
-            torch.index_select(self.weight, 0, problem.rows[start:stop], out=block)
-        if not problem.scoring.normalize:
-            return block, block.new_ones(())
-        norm = torch.linalg.vector_norm(block, dim=-1, keepdim=True)
-        inverse = torch.where(norm > 0, 1 / norm, 0.0)
-        unit = problem.workspace.get("unit", self.weight, *block.shape)
-        return torch.mul(block, inverse, out=unit), inverse
+            return self.weight[start:stop]
+        block = problem.workspace.get("rows", self.weight, stop - start, *self.weight.shape[1:])
+        return torch.index_select(self.weight, 0, problem.rows[start:stop], out=block)
+
+    def _unit_block(self, start: int, stop: int, *, again: bool = False) -> Tensor:
+        """Rows [start, stop) at unit length (zero rows stay zero), in a buffer that is reused by the next block.
+
+        Keeps the inverse norms; `again`: they are known from an earlier sweep.
+        """
+        if not self.problem.scoring.normalize:
+            return self._rows_between(start, stop)
+        unit = self.problem.workspace.get("unit", self.weight, stop - start, *self.weight.shape[1:])
+        for first, last in pieces(self.weight, start, stop):
+            rows, inverse = self._rows_between(first, last), self.inverse[first:last]
+            if not again:
+                inverse.copy_(_inverse_norm(rows))
+            torch.mul(rows, inverse, out=unit[first - start : last - start])
+        return unit
 
     def _logits(
         self, index: int, start: int, stop: int, unit: Tensor, name: str
@@ -320,7 +324,7 @@ class _Sweep:
         problem, scoring = self.problem, self.problem.scoring
         flat = unit.flatten(0, -2)  # [n * K, D]
         cos = problem.workspace.get(name, problem.x, self.num_samples, len(flat))
-        torch.mm(problem.x, flat.T, out=cos)
+        torch.mm(self.left, flat.T, out=cos)
         center = None
         if unit.dim() == 3:
             cos, center = cos.view(self.num_samples, stop - start, -1).max(2)
@@ -335,7 +339,7 @@ class _Sweep:
             assert self.own_cos is not None
             cos, inner = _elementwise(scoring.others, cos, self.own_cos[:, None])
             slope = inner if slope is None else slope.mul_(inner)
-        if scoring.scale != 1.0:
+        if scoring.scale != 1.0 and not self.plain:
             cos.mul_(scoring.scale)
         first, last = self.mine_bounds[index], self.mine_bounds[index + 1]
         cos[self.mine[first:last], self.mine_rows[first:last] - start] = -math.inf
@@ -373,10 +377,10 @@ class _Sweep:
             grad_bias = torch.zeros_like(self.bias)
         for index, start in enumerate(range(0, self.num_rows, problem.block)):
             stop = min(start + problem.block, self.num_rows)
-            unit, inverse = self._unit_block(start, stop)
-            spread, shrink = self._exponentials_again(index, start, stop, unit)
+            spread, shrink = self._exponentials_again(index, start, stop)
             a = pull if shrink is None else pull * shrink[:, None]
-            grad = problem.workspace.get("gradient", self.weight, *unit.shape) if whole is None else whole[start:stop]
+            shape = stop - start, *self.weight.shape[1:]
+            grad = problem.workspace.get("gradient", self.weight, *shape) if whole is None else whole[start:stop]
             torch.mm(spread.T, a, out=grad.view(-1, grad.shape[-1]))
             own = slice(self.mine_bounds[index], self.mine_bounds[index + 1])
             self._add_own(grad, own_rows[own], own, start)
@@ -385,14 +389,22 @@ class _Sweep:
                 part = spread.T @ (coefficient if shrink is None else coefficient * shrink)
                 part.index_add_(0, self.mine_rows[own] - start, own_pull[own])
                 grad_bias[slice(start, stop) if problem.rows is None else problem.rows[start:stop]] = part
-            if scoring.normalize:  # through w / |w|: remove the radial part, divide by the norm
-                radial = (unit * grad).sum(-1, keepdim=True)
-                grad.addcmul_(unit, radial, value=-1).mul_(inverse)
-            if fused:
-                assert problem.optimizer is not None
-                rows = slice(start, stop) if problem.rows is None else problem.rows[start:stop]
-                apply_rows(problem.optimizer, self.weight, problem.state, rows, grad)
+            for first, last in pieces(self.weight, start, stop):
+                piece = grad[first - start : last - start]
+                if scoring.normalize:
+                    self._through_normalize(piece, first, last)
+                if fused:
+                    assert problem.optimizer is not None
+                    rows = slice(first, last) if problem.rows is None else problem.rows[first:last]
+                    apply_rows(problem.optimizer, self.weight, problem.state, rows, piece)
         return self._deliver(whole, pending), grad_bias
+
+    def _through_normalize(self, grad: Tensor, start: int, stop: int) -> None:
+        """From the gradient of w / |w| to that of w: without its radial part, divided by the norm."""
+        rows, inverse = self._rows_between(start, stop), self.inverse[start:stop]
+        product = torch.mul(rows, grad, out=self.problem.workspace.get("product", self.weight, *rows.shape))
+        radial = product.sum(-1, keepdim=True).mul_(inverse).mul_(inverse)
+        grad.addcmul_(rows, radial, value=-1).mul_(inverse)
 
     def _deliver(self, whole: Tensor | None, pending: list[RowUpdate] | None) -> Tensor | None:
         problem = self.problem
@@ -406,12 +418,13 @@ class _Sweep:
             return whole
         return torch.zeros_like(self.weight).index_copy_(0, problem.rows, whole)
 
-    def _exponentials_again(self, index: int, start: int, stop: int, unit: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _exponentials_again(self, index: int, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """E * f' of a block spread over sub-centres [N, n * K], cached or computed anew; and a row factor if any."""
         if index in self.cache and self.problem.workspace.owner is self:
             if self.constant_shift:
                 return self.cache[index], None
             return self.cache[index], torch.exp(self.maxima[index] - self.shift)
+        unit = self._unit_block(start, stop, again=True)
         raw, slope, center = self._logits(index, start, stop, unit, "exponentials")
         exponentials = self._exponentials(raw, self.shift)
         if slope is not None:
@@ -426,6 +439,12 @@ class _Sweep:
             return
         flat = grad.view(-1, grad.shape[-1])
         flat.index_add_(0, at * grad.shape[1] + self.own_center[own], rows)
+
+
+def _inverse_norm(rows: Tensor) -> Tensor:
+    """1 / length along the last dim, which is kept with size 1; 0 for a zero row."""
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return torch.where(norm > 0, 1 / norm, 0.0)
 
 
 def _spread(exponentials: Tensor, center: Tensor | None, unit: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
+_PIECE_BYTES = 512 << 10  # of a weight's rows; gradient and state of the same rows come on top
 
 
 @dataclass
@@ -56,7 +57,8 @@ class SGD(RowOptimizer):
         if self.weight_decay:
             grad.add_(rows, alpha=self.weight_decay)
         if self.momentum:
-            velocity = state["momentum"].mul_(self.momentum).add_(grad)
+            velocity = state["momentum"]
+            torch.add(grad, velocity, alpha=self.momentum, out=velocity)
             grad = grad.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
         rows.sub_(grad, alpha=self.lr)
 
@@ -107,7 +109,9 @@ class LARS(RowOptimizer):
         ratio = self.trust * w_norm / (g_norm + self.weight_decay * w_norm)
         ratio = torch.where((w_norm > 0) & (g_norm > 0), ratio, 1.0)
         grad.add_(rows, alpha=self.weight_decay).mul_(ratio)
-        rows.sub_(state["momentum"].mul_(self.momentum).add_(grad), alpha=self.lr)
+        velocity = state["momentum"]
+        torch.add(grad, velocity, alpha=self.momentum, out=velocity)
+        rows.sub_(velocity, alpha=self.lr)
 
 
 @dataclass
@@ -132,16 +136,32 @@ def apply_rows(
 ) -> None:
     """One optimizer step on the chosen rows of `weight` and of its state, everything else untouched."""
     with torch.no_grad():
-        if rows is None or isinstance(rows, slice):
-            cut = slice(None) if rows is None else rows
-            optimizer.update(weight[cut], grad, {name: value[cut] for name, value in state.items()})
-            return
-        part = weight[rows]
-        part_state = {name: value[rows] for name, value in state.items()}
-        optimizer.update(part, grad, part_state)
-        weight[rows] = part
-        for name, value in part_state.items():
-            state[name][rows] = value
+        for first, last in pieces(weight, 0, len(grad)):
+            part = grad[first:last]
+            if isinstance(rows, Tensor):
+                _apply_chosen(optimizer, weight, state, rows[first:last], part)
+                continue
+            offset = 0 if rows is None else rows.start
+            cut = slice(offset + first, offset + last)
+            optimizer.update(weight[cut], part, {name: value[cut] for name, value in state.items()})
+
+
+def _apply_chosen(optimizer: RowOptimizer, weight: Tensor, state: State, rows: Tensor, grad: Tensor) -> None:
+    part = weight.index_select(0, rows)
+    part_state = {name: value.index_select(0, rows) for name, value in state.items()}
+    optimizer.update(part, grad, part_state)
+    weight.index_copy_(0, rows, part)
+    for name, value in part_state.items():
+        state[name].index_copy_(0, rows, value)
+
+
+def pieces(weight: Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Cuts rows [start, stop) so that a few passes over one piece stay in a CPU's cache; on a GPU it is one piece."""
+    step = max(stop - start, 1)
+    if weight.device.type == "cpu":
+        step = max(_PIECE_BYTES // (weight[:1].numel() * weight.element_size()), 1) if len(weight) else 1
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)
 
 
 _collecting: dict[int, list[RowUpdate]] = {}

@@ -14,7 +14,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from plsc.comm import Communicator
-from plsc.data import Augment, Dataset, Glyphs, ImageFolder, ImageList, Pairs, Synthetic, make_pairs, read_pairs
+from plsc.data import (
+    Augment,
+    Dataset,
+    Glyphs,
+    ImageFolder,
+    ImageList,
+    Pairs,
+    RecordIO,
+    Synthetic,
+    VerificationSet,
+    make_pairs,
+    read_pairs,
+)
 from plsc.models import build as build_model
 from plsc.nn import MARGINS, ClassParallelHead, ClassParallelLinear, Margin
 from plsc.ops import LARS, SGD, AdamW, RowOptimizer
@@ -23,7 +35,7 @@ from plsc.train.config import Config, DataConfig, OptimConfig, did_you_mean
 
 Head = ClassParallelHead | ClassParallelLinear
 Progress = Callable[[int, int], None]
-KINDS = ("glyphs", "folder", "list", "synthetic")
+KINDS = ("glyphs", "folder", "list", "rec", "synthetic")
 
 
 def build_data(config: DataConfig, *, seed: int, split: str = "train", progress: Progress | None = None) -> Dataset:
@@ -47,6 +59,8 @@ def build_data(config: DataConfig, *, seed: int, split: str = "train", progress:
         classes = config.num_classes or None
         root = config.root or None
         data = ImageList(config.path, root=root, image_size=size, channels=channels, num_classes=classes)
+    elif config.kind == "rec":
+        data = RecordIO(config.path, image_size=size, channels=channels)
     elif config.kind == "synthetic":
         classes = config.num_classes or 1000
         data = Synthetic(
@@ -76,6 +90,12 @@ def num_classes(config: Config, data: Dataset) -> int:
 def build_eval(config: Config, train: Dataset) -> tuple[Dataset, Pairs | None]:
     """The evaluation set and, for verification, its pairs."""
     ask = config.eval
+    if ask.kind == "bin":
+        if ask.task != "verification" or ask.pairs:
+            raise ValueError("eval.kind 'bin' brings its own pairs: expected eval.task 'verification', no eval.pairs")
+        size, channels = config.data.image_size, config.data.channels
+        pairs_set = VerificationSet(ask.path, image_size=size, channels=channels, folds=ask.folds)
+        return pairs_set, pairs_set.pairs
     if ask.kind or ask.path:
         source = replace(config.data, kind=ask.kind or config.data.kind, path=ask.path)
         data = build_data(source, seed=config.seed, split="test")
@@ -97,7 +117,8 @@ def build_transform(config: DataConfig) -> Augment | None:
 def build_backbone(config: Config) -> nn.Module:
     data, model = config.data, config.model
     made = build_model(model.backbone, model.embedding_size, image_size=data.image_size, in_channels=data.channels)
-    return made.to(memory_format=torch.channels_last)  # convolutions run a fifth faster on CPUs, and under AMP on GPUs
+    # Convolutions run a fifth faster so on CPUs, and under AMP on GPUs.
+    return made.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def build_head(config: Config, classes: int, comm: Communicator) -> Head:

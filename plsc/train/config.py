@@ -29,7 +29,8 @@ class DataConfig:
     """What to train on.
 
     kind: "glyphs" (rendered from installed fonts), "folder" (path/NAME/*.jpg, or a .zip of it), "list" (a file of
-    `path label` lines), "synthetic", or "module:attr", called as attr(path, image_size=, channels=) for a Dataset.
+    `path label` lines), "rec" (train.rec with train.idx), "synthetic", or "module:attr", called as
+    attr(path, image_size=, channels=) for a Dataset.
     """
 
     kind: str = "folder"
@@ -93,7 +94,7 @@ class EvalConfig:
     """What to measure. task: "verification" (pairs), "classification" (top-1/top-5 of trained classes) or "none"."""
 
     task: str = "verification"
-    kind: str = ""  # as data.kind; empty: the training data's held-out part
+    kind: str = ""  # as data.kind, or "bin" (pairs in one file); empty: the training data's held-out part
     path: str = ""
     pairs: str = ""  # LFW-style pairs.txt; empty: pairs drawn from the labels
     num_pairs: int = 6000

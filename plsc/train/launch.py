@@ -119,7 +119,8 @@ class _Signals:
 def _environment(nproc: int, folder: Path) -> dict[str, str]:
     # What a launcher around this one has set would lead the ranks to its store.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code says where
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what the transports say of a dead rank, we say ourselves
     with socket.socket() as probe:

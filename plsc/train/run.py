@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from plsc.train.export import export_embeddings, export_head_centres, export_onn
 from plsc.train.plots import plot_loss, plot_roc, read_records
 from plsc.train.trainer import Trainer
 
-logger = logging.getLogger(__name__)
-
 
 def train(
     config: Config, *, comm: Communicator | None = None, progress: Progress | None = None
@@ -27,25 +25,27 @@ def train(
 
     Ctrl-C in this process also saves first, and is raised as KeyboardInterrupt then.
     """
-    trainer = Trainer(config, comm=comm, progress=progress)
-    if not trainer.fit():
-        if trainer.stopped_by == signal.SIGINT:
-            raise KeyboardInterrupt
-        return None
-    result = measure(trainer)
-    if config.export:
-        export_run(trainer)
-    return result
+    with closing(Trainer(config, comm=comm, progress=progress)) as trainer:
+        if not trainer.fit():
+            if trainer.stopped_by == signal.SIGINT:
+                raise KeyboardInterrupt
+            return None
+        result = measure(trainer)
+        if config.export:
+            export_run(trainer)
+        return result
 
 
 def evaluate(config: Config, *, comm: Communicator | None = None) -> dict[str, Any]:
     """Measures a run's newest checkpoint again, on any number of ranks."""
-    return measure(_resumed(config, comm))
+    with closing(_resumed(config, comm)) as trainer:
+        return measure(trainer)
 
 
 def export(config: Config, *, comm: Communicator | None = None) -> dict[str, Path]:
     """Writes the artifacts of a run's newest checkpoint again, on any number of ranks, without measuring it."""
-    return export_run(_resumed(config, comm))
+    with closing(_resumed(config, comm)) as trainer:
+        return export_run(trainer)
 
 
 def measure(trainer: Trainer) -> dict[str, Any]:

@@ -155,6 +155,12 @@ class Trainer:
             "lower the learning rate, clip (strategy.clip_norm) or use amp bf16"
         )
 
+    def close(self) -> None:
+        """Ends the reading processes and closes the metrics files."""
+        self.loader.close()
+        if self.log is not None:
+            self.log.close()
+
     # ---- checkpoints
 
     def parts(self) -> dict[str, Any]:
@@ -228,7 +234,8 @@ class Trainer:
             self.verified = verify(embeddings, self.pairs)
             result = dict(self.verified.record())
             labels = np.asarray(self.eval_data.labels)
-            if len(np.unique(labels)) < len(labels):
+            known = labels[labels >= 0]  # a .bin set has pairs but no classes
+            if len(np.unique(known)) < len(known):
                 found = identify(embeddings, labels, ks=(1, 5))
                 result |= {f"rank{k}": value for k, value in found.items()}
         result["eval_seconds"] = time.perf_counter() - start

@@ -94,13 +94,20 @@ def test_large_characters_are_scaled_down(tmp_path: Path) -> None:
 
 def test_coinciding_characters_are_one_class(tmp_path: Path) -> None:
     # A, Alpha and Cyrillic A look alike in most faces that have both; the last face draws Alpha its own way.
-    latin = [{"A": STEPS[k], "B": STEPS[k + 4]} for k in range(3)]
-    faces = [{**face, "Α": face["A"]} for face in latin[:2]] + [{**latin[2], "Α": WIDE}]  # noqa: RUF001
-    faces[0]["А"] = faces[0]["A"]  # noqa: RUF001
+    faces = [{"A": STEPS[k], "B": STEPS[k + 4]} for k in range(3)]
+    for face in faces[:2]:
+        face["\u0391"] = face["\u0410"] = face["A"]
+    faces[2]["\u0391"] = WIDE
     data = glyphs(tmp_path, *faces)
     assert data.class_names[0] == "U+0041 LATIN CAPITAL LETTER A (and U+0391 U+0410)"
     assert data.num_classes == 2 and data.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert data.codes.tolist() == [0x41, 0x42]
+
+
+def test_equal_outlines_are_one_class_wherever_they_lie(tmp_path: Path) -> None:
+    # A third of a pixel higher: other pictures, the same shape.
+    faces = [{".": STEPS[k], "\u00b7": [(x, y + 19, u, v + 19) for x, y, u, v in STEPS[k]]} for k in range(2)]
+    assert glyphs(tmp_path, *faces).codes.tolist() == [ord(".")]
 
 
 def test_one_slip_does_not_merge(tmp_path: Path) -> None:
@@ -112,14 +119,21 @@ def test_one_slip_does_not_merge(tmp_path: Path) -> None:
     assert data.num_classes == 2 and data.labels.tolist() == [0] * 5 + [1] * 3
 
 
+def test_coinciding_in_the_only_shared_face_does_not_merge(tmp_path: Path) -> None:
+    faces = [{"A": SQUARE, "B": SQUARE}, {"A": TALL}, {"A": WIDE}, {"B": STEPS[0]}, {"B": STEPS[1]}]
+    data = glyphs(tmp_path, *faces)
+    assert data.codes.tolist() == [0x41, 0x42] and data.labels.tolist() == [0, 0, 0, 1, 1]
+
+
 def test_what_joined_ones_join_is_joined(tmp_path: Path) -> None:
-    faces = [{"A": SQUARE, "B": SQUARE}, {"B": TALL, "C": TALL}, {"C": WIDE, "D": STEPS[0]}, {"D": STEPS[1]}]
+    alike = [{"A": SQUARE, "B": SQUARE}, {"A": STEPS[2], "B": STEPS[2]}, {"B": TALL, "C": TALL}]
+    faces = [*alike, {"B": WIDE, "C": WIDE, "D": STEPS[0]}, {"D": STEPS[1]}]
     data = glyphs(tmp_path, *faces)
     assert [name.split(" (")[-1] for name in data.class_names] == [
         "and U+0042 U+0043)",
         "U+0044 LATIN CAPITAL LETTER D",
     ]
-    assert data.labels.tolist() == [0, 0, 0, 1, 1]
+    assert data.labels.tolist() == [0, 0, 0, 0, 1, 1]
 
 
 def test_blank_missing_private_and_shared_placeholders_are_left_out(tmp_path: Path) -> None:

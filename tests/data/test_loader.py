@@ -169,13 +169,14 @@ def test_spawned_worker_reads_the_same(tmp_path: Path) -> None:
 
 def test_workers_stay_over_epochs_and_end_with_close() -> None:
     loader = Loader(Numbers(), B, seed=5, workers=2)
+    others = set(multiprocessing.active_children())
     found, workers = [], set()
     for images, _ in loader.epochs(2):
         found.append(numbers(images))
-        workers |= {child.pid for child in multiprocessing.active_children()}
+        workers |= set(multiprocessing.active_children()) - others
     assert found == order(1, 2) and len(workers) == 2
     loader.close()
-    assert not workers & {child.pid for child in multiprocessing.active_children()}
+    assert not any(worker.is_alive() for worker in workers)
     assert len(list(loader.epochs(3))) == 4
 
 

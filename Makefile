@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # `plsc` itself is installed in place, so only a change of these calls for another install.
-INPUTS := setup.py pyproject.toml constraints.txt
+INPUTS := setup.py pyproject.toml constraints.txt $(wildcard plsc/ps/core/*)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

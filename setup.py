@@ -1,8 +1,77 @@
 """What is installed and what is built; names, dependencies and tool settings are in pyproject.toml."""
 
-from setuptools import find_packages, setup
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+CORE = Path("plsc/ps/core")
+
+
+class BuildCore(build_ext):
+    """Compiles the sparse table's core with nanobind; where that fails, the rest of plsc is installed all the same."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            self.add_nanobind(ext)
+            super().build_extension(ext)
+        except Exception as error:
+            why = str(error) if len(str(error)) < 100 else "the compiler's messages are above"
+            print(
+                f"plsc.ps is left out: its native core was not built ({why}). Everything else works; "
+                "for plsc.ps install a C++17 compiler (g++) and install plsc again.",
+                file=sys.stderr,
+            )
+
+    def add_nanobind(self, ext: Extension) -> None:
+        try:
+            import nanobind
+        except ModuleNotFoundError:
+            raise RuntimeError("nanobind is missing; without build isolation, pip install nanobind first") from None
+        include = Path(nanobind.include_dir())
+        ext.include_dirs += [str(include), str(include.parent / "ext" / "robin_map" / "include")]
+        # nanobind comes as source; setuptools wants every source under the tree it builds in.
+        copy = Path(self.build_temp) / "nb_combined.cpp"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(nanobind.source_dir()) / "nb_combined.cpp", copy)
+        ext.include_dirs.append(nanobind.source_dir())
+        if str(copy) not in ext.sources:
+            ext.sources.append(str(copy))
+
+    def copy_extensions_to_source(self) -> None:
+        """Of an editable install; what was not built cannot be copied."""
+        self.extensions = [ext for ext in self.extensions if Path(self.get_ext_fullpath_built(ext)).exists()]
+        super().copy_extensions_to_source()
+
+    def get_ext_fullpath_built(self, ext: Extension) -> str:
+        return str(Path(self.build_lib) / self.get_ext_filename(self.get_ext_fullname(ext.name)))
+
+
+core = Extension(
+    "plsc.ps._core",
+    sources=[str(path) for path in sorted(CORE.glob("*.cc"))],
+    depends=[str(path) for path in sorted(CORE.glob("*.h"))],
+    language="c++",
+    # No contraction: a row's bits do not depend on whether a compiler fuses multiply and add.
+    extra_compile_args=[
+        "-std=c++17",
+        "-O3",
+        "-fno-math-errno",
+        "-ffp-contract=off",
+        "-fvisibility=hidden",
+        "-fno-strict-aliasing",
+        "-g0",
+    ],
+    define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
+    optional=True,
+)
 
 setup(
     packages=find_packages(include=["plsc", "plsc.*"]),
     package_data={"plsc": ["py.typed", "recipes/*.toml"]},
+    include_package_data=False,  # else the core's sources, being in the manifest, would go into the wheel
+    ext_modules=[core],
+    cmdclass={"build_ext": BuildCore},
 )

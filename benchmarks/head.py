@@ -1,11 +1,11 @@
 """Compares one training step of the class-parallel ArcFace head with plain autograd and with the bare matrix products.
 
-    python benchmarks/head.py                        # batches of 128 and 512, 20,000 and 100,000 classes
-    python benchmarks/head.py --quick                # 20,000 classes only, fewer rounds
+    python benchmarks/head.py                        # batches of 128 and 512, 20,000 and 100,000 classes: minutes
+    python benchmarks/head.py --quick                # 20,000 classes: half a minute
     python benchmarks/head.py --classes 500000 --batches 128
     python benchmarks/head.py --ranks 2              # classes cut over two gloo ranks; plain has one rank's share
 
-A step is forward, backward and SGD with momentum for B embeddings of D numbers and a weight of C classes. All contenders
+A step is forward, backward and SGD with momentum for B embeddings of D numbers and a weight of C classes. Contenders
 work on the same weight and momentum, one step each in turn; medians over the rounds are shown, wall and processor time.
 
     plain           normalize, one matrix product, the margin on own entries, cross_entropy, torch.optim.SGD
@@ -15,18 +15,21 @@ work on the same weight and momentum, one step each in turn; medians over the ro
     fused, 0.1      the same with sample_rate=0.1
     3 / 4 products  only the matrix products of fused (6 B C D operations) and of cache 0 (8 B C D), block by block
 
-Memory is the peak of a process of its own during two steps, beyond weight, momentum and what torch itself takes.
+The heap is kept mapped while times are taken, as a caching allocator on a GPU does it: otherwise plain pays as much for
+fresh pages as for its arithmetic (--fresh-pages shows that). Memory is the peak of a process of its own during two
+steps, with the stock allocator, beyond weight, momentum and what torch itself takes. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -36,7 +39,7 @@ from torch import Tensor
 
 import plsc
 from plsc.comm import Communicator, Shard, connect, world
-from plsc.nn.class_parallel import ClassParallelModule, block_rows
+from plsc.nn.class_parallel import block_rows
 
 LR, MOMENTUM, SCALE, MARGIN = 1e-3, 0.9, 64.0, 0.5
 NAMES = ["plain", "separate", "fused", "fused, cache 0", "fused, 0.1", "3 products", "4 products"]
@@ -55,6 +58,13 @@ class Data:
         noise = torch.randn(batch, dim, generator=generator) * 0.05
         self.x = self.weight[self.rows] + noise
         self.own = slice(comm.rank * batch // comm.world_size, (comm.rank + 1) * batch // comm.world_size)
+
+
+def keep_heap() -> None:
+    """Tells glibc to give no memory back and to take none by mmap (M_TRIM_THRESHOLD, M_MMAP_MAX)."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(-1, 2**31 - 1)
+    libc.mallopt(-4, 0)
 
 
 def contender(name: str, data: Data, block: int | None) -> Step:
@@ -118,7 +128,7 @@ def make_head(name: str, data: Data, block: int | None) -> plsc.ClassParallelHea
         cache_mb=0.0 if name.endswith("cache 0") else 256.0,
         block=block,
     )
-    head.weight.data = data.weight
+    head.weight.data = data.weight  # everybody's
     if head.head_optimizer is not None:
         head.row_momentum = data.momentum
     return head
@@ -145,18 +155,17 @@ def products(data: Data, block: int | None, *, num: int) -> Step:
 def measure(steps: dict[str, Step], rounds: int, comm: Communicator) -> dict[str, tuple[list[float], list[float]]]:
     """Wall and processor seconds (mean over ranks) of each contender in each round."""
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in steps}
-    with torch.inference_mode(False):
-        for turn in range(rounds + 1):
-            for name, step in steps.items():
-                comm.barrier()
-                wall, cpu = time.perf_counter(), time.process_time()
-                step()
-                cpu = time.process_time() - cpu
-                comm.barrier()
-                wall = time.perf_counter() - wall
-                if turn:  # the first is a warm-up
-                    times[name][0].append(wall)
-                    times[name][1].append(statistics.mean(comm.gather_objects(cpu)))
+    for turn in range(rounds + 1):
+        for name, step in steps.items():
+            comm.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            step()
+            cpu = time.process_time() - cpu
+            comm.barrier()
+            wall = time.perf_counter() - wall
+            if turn:  # the first is a warm-up
+                times[name][0].append(wall)
+                times[name][1].append(statistics.mean(comm.gather_objects(cpu)))
     return times
 
 
@@ -197,6 +206,7 @@ def errors(batch: int, classes: int, dim: int) -> str:
             head.row_momentum = kept
         loss = head(x, data.rows)
         loss.backward()
+        assert x.grad is not None
         found[name] = [loss.detach(), x.grad, kept if head.weight.grad is None else head.weight.grad]
     lines = ["| | loss | dx | dW |", "|---|---|---|---|"]
     for name, values in found.items():
@@ -207,26 +217,37 @@ def errors(batch: int, classes: int, dim: int) -> str:
 
 def run(args: argparse.Namespace, comm: Communicator) -> None:
     torch.set_num_threads(args.threads)
-    show = print if comm.rank == 0 else lambda *_: None
-    show(f"D={args.dim}, {comm.world_size} rank(s) of {args.threads} thread(s), medians of {args.rounds}, torch {torch.__version__}\n")
-    show("| B | C | | wall s | range | CPU s | wall / plain | CPU / plain | CPU / 3 products | memory MiB |")
-    show("|---|---|---|---|---|---|---|---|---|---|")
+    if not args.fresh_pages:
+        keep_heap()
+    if comm.rank == 0:
+        print(f"D={args.dim}, {comm.world_size} rank(s) of {args.threads} thread(s), torch {torch.__version__}\n")
+        print("| B | C | | wall s | range | CPU s | wall / plain | CPU / plain | CPU / 3 products | memory MiB |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
     for classes in args.classes:
         for batch in args.batches:
             data = Data(batch, classes, args.dim, comm)
-            steps = {name: contender(name, data, args.block) for name in args.only or NAMES}
-            times = measure(steps, args.rounds, comm)
-            wall = {name: statistics.median(t[0]) for name, t in times.items()}
-            cpu = {name: statistics.median(t[1]) for name, t in times.items()}
-            for name, (walls, _) in times.items():
-                line = f"| {batch} | {classes} | {name} | {wall[name]:.3f} | {min(walls):.3f}-{max(walls):.3f} | {cpu[name]:.3f}"
-                for value, base in ((wall, "plain"), (cpu, "plain"), (cpu, "3 products")):
-                    line += f" | {value[name] / value[base]:.2f}" if base in value else " | "
-                memory = "" if comm.world_size > 1 or args.no_memory else f"{memory_of(name, batch, classes, args):.0f}"
-                show(f"{line} | {memory} |")
-    if comm.world_size == 1 and not args.only:
-        show(f"\nRelative error against float64, B={args.batches[0]}, C={args.classes[0]}\n")
-        show(errors(args.batches[0], args.classes[0], args.dim))
+            times = measure({name: contender(name, data, args.block) for name in NAMES}, args.rounds, comm)
+            if comm.rank == 0:
+                for line in rows(times, batch, classes, args):
+                    print(line, flush=True)
+    if comm.world_size == 1:
+        print(f"\nRelative error against float64, B={args.batches[0]}, C={args.classes[0]}\n")
+        print(errors(args.batches[0], args.classes[0], args.dim))
+
+
+def rows(
+    times: dict[str, tuple[list[float], list[float]]], batch: int, classes: int, args: argparse.Namespace
+) -> Iterator[str]:
+    wall = {name: statistics.median(t[0]) for name, t in times.items()}
+    cpu = {name: statistics.median(t[1]) for name, t in times.items()}
+    for name, (walls, _) in times.items():
+        memory = f"{memory_of(name, batch, classes, args):.0f}" if args.ranks == 1 and not args.no_memory else ""
+        cells = [
+            f"{batch} | {classes:,} | {name} | {wall[name]:.3f} | {min(walls):.3f}-{max(walls):.3f} | {cpu[name]:.3f}"
+        ]
+        for value, base in ((wall, "plain"), (cpu, "plain"), (cpu, "3 products")):
+            cells.append(f"{value[name] / value[base]:.2f}")
+        yield f"| {' | '.join([*cells, memory])} |"
 
 
 def memory_of(name: str, batch: int, classes: int, args: argparse.Namespace) -> float:
@@ -248,18 +269,18 @@ def main() -> None:
     parser.add_argument("--classes", type=int, nargs="+", help="default: 20000 100000")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 512], help="samples of all ranks together")
     parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--rounds", type=int, help="default: 7")
+    parser.add_argument("--rounds", type=int, help="default: 5")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--block", type=int, help="classes of one pass (default: as the head chooses)")
     parser.add_argument("--ranks", type=int, default=1, help="gloo processes that share the classes")
     parser.add_argument("--port", type=int, default=29531)
-    parser.add_argument("--only", nargs="+", choices=NAMES)
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--fresh-pages", action="store_true", help="time with the stock allocator")
     parser.add_argument("--quick", action="store_true", help="20,000 classes, 3 rounds")
     parser.add_argument("--memory-of", choices=NAMES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.classes = args.classes or ([20_000] if args.quick else [20_000, 100_000])
-    args.rounds = args.rounds or (3 if args.quick else 7)
+    args.rounds = args.rounds or (3 if args.quick else 5)
     if args.memory_of:
         torch.set_num_threads(args.threads)
         print(peak_memory(args.memory_of, args.batches[0], args.classes[0], args.dim, args.block))

@@ -3,13 +3,15 @@
     python benchmarks/loader.py                      # 2,000 files of 112 x 112 made on the spot
     python benchmarks/loader.py --folder DIR         # your own DIR/NAME/*.jpg
 
-Bare: Pillow opens each file, decodes and mirrors it, numpy takes the pixels. Loader: one worker process, random mirror,
+Bare: each file is read, decoded and mirrored, by Pillow (numpy takes the pixels) and, where it is installed, by
+simplejpeg and numpy: the decoder that the loader then uses too. Loader: one worker process, random mirror,
 batches shipped to this process and normalised to float32. Its time is that of both processes; that of the worker alone
 is shown too, since for a GPU the floats are made there and this process has next to nothing to do. Rounds alternate
 and medians are compared.
 """
 
 import argparse
+import importlib.util
 import os
 import statistics
 import tempfile
@@ -46,6 +48,17 @@ def time_bare(paths: list[str]) -> float:
     return len(paths) / (processor_seconds()[0] - start)
 
 
+def time_simplejpeg(paths: list[str]) -> float:
+    import simplejpeg
+
+    start, _ = processor_seconds()
+    for path in paths:
+        with open(path, "rb") as file:
+            pixels = simplejpeg.decode_jpeg(file.read())
+        np.ascontiguousarray(pixels[:, ::-1])
+    return len(paths) / (processor_seconds()[0] - start)
+
+
 def time_loader(dataset: ImageFolder, batch_size: int, workers: int, epochs: int) -> tuple[float, float]:
     """Images a second of all processor time, and of the workers' alone (inf without workers)."""
     start, start_children = processor_seconds()
@@ -75,16 +88,21 @@ def main() -> None:
         paths = [os.path.join(dataset.root, dataset.name(i)) for i in range(len(dataset))]
         size = np.mean([os.path.getsize(path) for path in paths])
         print(f"{len(paths)} files of {size / 1000:.1f} kB, batches of {args.batch_size}, {args.workers} worker(s)")
-        bare, loader, worker = [], [], []
+        pillow, turbo, loader, worker = [], [], [], []
         for _ in range(args.rounds):
-            bare.append(time_bare(paths * args.epochs))
+            pillow.append(time_bare(paths * args.epochs))
+            if importlib.util.find_spec("simplejpeg"):
+                turbo.append(time_simplejpeg(paths * args.epochs))
             both, alone = time_loader(dataset, args.batch_size, args.workers, args.epochs)
             loader.append(both)
             worker.append(alone)
-    base = statistics.median(bare)
-    for name, rates in (("bare", bare), ("loader", loader), ("worker", worker)):
-        rate = statistics.median(rates)
-        print(f"{name:8}{rate:8.0f} images/s of processor time, {rate / base:.2f} of bare")
+    print("images a second of processor time, median of rounds (range), and as a share of each bare decoder")
+    base = [statistics.median(rates) for rates in (pillow, turbo) if rates]
+    for name, rates in (("pillow", pillow), ("simplejpeg", turbo), ("loader", loader), ("worker", worker)):
+        if rates:
+            rate = statistics.median(rates)
+            shares = ", ".join(f"{rate / other:.2f}" for other in base)
+            print(f"{name:12}{rate:8.0f} ({min(rates):.0f} to {max(rates):.0f})   {shares}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """plsc: very large scale classification with class-parallel heads, and the training techniques around them."""
 
-from plsc import data, models
+from plsc import data, models, ps
 from plsc.comm import Communicator, connect, world
 from plsc.fleet import Fleet, Strategy
 from plsc.nn import (
@@ -43,6 +43,7 @@ __all__ = [
     "data",
     "load",
     "models",
+    "ps",
     "save",
     "world",
 ]

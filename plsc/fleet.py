@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plsc.comm import Communicator, connect, shard_of, world
+from plsc.comm import Auto, Communicator, check_topology, connect, route, shard_of, world
 from plsc.data import Dataset, Loader
 from plsc.ops.optim import RowUpdate, deferred_updates, merge_updates
 from plsc.strategies import (
+    DGC,
+    DGCOptions,
+    LocalSGD,
+    LocalSGDOptions,
     LossScaler,
     Reducer,
     any_nonfinite,
@@ -24,10 +28,12 @@ from plsc.strategies import (
     broadcast_parameters,
     convert_sync_bn,
     grad_norm,
+    make_reduction,
     recompute,
 )
 
 AMP = ("fp32", "bf16", "fp16")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,15 @@ class Strategy:
     """How a run is spread and in which precision; every field works alone and together with the others.
 
     amp: "fp32" | "bf16" | "fp16" (with a dynamic loss scale).
-    reduce_dtype: what gradients travel in, "fp32" | "bf16".
+    reduce_dtype: what gradients travel in, "fp32" | "bf16" | "fp16" (scaled to its range, bucket by bucket).
+    reduce_accumulate: where half types are added up: "native" (as the transport does) | "fp32" (rounded once).
     bucket_mb: gradients are fused into buckets of this many MiB.
+    lanes: communicators that buckets take in turn.
+    topology: the way of their sums, "flat" | "ring" | "hierarchical" | "grid" | "auto" | "module:Class"; see
+        plsc.comm.route.
+    compress: "none" | "dgc": each rank sends the few largest entries; SGD only. compress_args: as DGCOptions.
+    local_sgd: the ranks average their weights every so many steps, and no gradients; 0 is off. local_sgd_args: as
+        LocalSGDOptions.
     accumulate: micro-batches an optimizer step; the global batch stays the same, memory shrinks.
     clip_norm: largest norm of the whole gradient, cut weights counted once; 0 is off.
     recompute: "none" | "full" | "every:k": blocks whose activations are computed again in the backward.
@@ -45,7 +58,14 @@ class Strategy:
 
     amp: str = "fp32"
     reduce_dtype: str = "fp32"
+    reduce_accumulate: str = "native"
     bucket_mb: float = 25.0
+    lanes: int = 1
+    topology: str = "flat"
+    compress: str = "none"
+    compress_args: dict[str, Any] = field(default_factory=dict)
+    local_sgd: int = 0
+    local_sgd_args: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
     clip_norm: float = 0.0
     recompute: str = "none"
@@ -54,13 +74,66 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.amp not in AMP:
             raise ValueError(f"strategy: got amp {self.amp!r}, expected one of {', '.join(AMP)}")
-        if self.reduce_dtype not in ("fp32", "bf16"):
-            raise ValueError(f"strategy: got reduce_dtype {self.reduce_dtype!r}, expected fp32 or bf16")
-        if self.accumulate < 1 or not self.clip_norm >= 0.0 or not self.bucket_mb > 0.0:
+        try:
+            make_reduction(self.reduce_dtype, accumulate=self.reduce_accumulate)
+            check_topology(self.topology)
+        except ValueError as error:
+            raise ValueError(f"strategy: {error}") from error
+        if self.accumulate < 1 or not self.clip_norm >= 0.0 or not self.bucket_mb > 0.0 or self.lanes < 1:
             raise ValueError(
-                f"strategy: got accumulate={self.accumulate}, clip_norm={self.clip_norm}, bucket_mb={self.bucket_mb}; "
-                "expected accumulate >= 1, clip_norm >= 0 (0 is off), bucket_mb > 0"
+                f"strategy: got accumulate={self.accumulate}, clip_norm={self.clip_norm}, bucket_mb={self.bucket_mb}, "
+                f"lanes={self.lanes}; expected accumulate and lanes >= 1, clip_norm >= 0 (0 is off), bucket_mb > 0"
             )
+        if self.compress not in ("none", "dgc") or self.local_sgd < 0:
+            raise ValueError(
+                f"strategy: got compress {self.compress!r}, local_sgd {self.local_sgd}; expected none or dgc, and a "
+                "number of steps or 0"
+            )
+        self.dgc_options()
+        self.local_sgd_options()
+        for pair, why in self._conflicts():
+            raise ValueError(f"strategy: {pair} do not go together: {why}")
+
+    def dgc_options(self) -> DGCOptions | None:
+        """What compress_args say; None where nothing is compressed."""
+        if self.compress == "none":
+            if self.compress_args:
+                raise ValueError(f"strategy: got compress_args {self.compress_args} but compress is 'none'")
+            return None
+        return _options(DGCOptions, self.compress_args, "compress_args")
+
+    def local_sgd_options(self) -> LocalSGDOptions | None:
+        """What local_sgd and local_sgd_args say; None where gradients are averaged."""
+        if not self.local_sgd:
+            if self.local_sgd_args:
+                raise ValueError(f"strategy: got local_sgd_args {self.local_sgd_args} but local_sgd is 0")
+            return None
+        return _options(LocalSGDOptions, {"every": self.local_sgd, **self.local_sgd_args}, "local_sgd_args")
+
+    def _conflicts(self) -> list[tuple[str, str]]:
+        """Settings that are refused together, and why."""
+        dgc, local = self.compress == "dgc", self.local_sgd > 0
+        half = f"reduce_dtype={self.reduce_dtype!r}"
+        found = [
+            (dgc and local, "compress='dgc' and local_sgd", "DGC sends gradients in every step, local SGD sends none"),
+            (
+                dgc and self.reduce_dtype == "fp16",
+                f"compress='dgc' and {half}",
+                "DGC keeps exactly what it has not sent, scaled halves would round what it sends; bf16 is possible and "
+                "rounds only what DGC leaves dense",
+            ),
+            (
+                local and self.sync_bn,
+                "local_sgd and sync_bn",
+                "replicas differ between two meetings, and so do their batch statistics; local SGD averages those too",
+            ),
+            (
+                self.reduce_accumulate == "fp32" and self.topology != "flat",
+                f"reduce_accumulate='fp32' and topology={self.topology!r}",
+                "adding up in fp32 is a way of its own (all_to_all, all_gather)",
+            ),
+        ]
+        return [(pair, why) for wrong, pair, why in found if wrong]
 
 
 @dataclass(frozen=True)
@@ -93,7 +166,9 @@ class Fleet:
         self.comm = comm
         self.device = comm.device
         self.scaler = LossScaler() if self.strategy.amp == "fp16" else None
-        self.reducers: list[Reducer] = []
+        self.reducers: list[Reducer | DGC] = []
+        self.locals: list[LocalSGD] = []
+        self._route: Communicator | None = None  # what gradients travel on
         self._checked: set[int] = set()
         self._micro = 0
         self._pending: list[RowUpdate] = []
@@ -107,7 +182,7 @@ class Fleet:
         return self.comm.world_size
 
     def replicate(self, module: nn.Module, *, sync_bn: bool | None = None) -> nn.Module:
-        """Makes a module the same on all ranks and averages its gradients from now on; returns it.
+        """Makes a module the same on all ranks and keeps it so, as the strategy says; returns it.
 
         Applies the strategy's sync_bn (or the argument) and recompute. Collective.
         """
@@ -117,8 +192,7 @@ class Fleet:
         # sync_bn in a recomputed block communicates in the backward again: in the same order on all ranks
         recompute(module, self.strategy.recompute, allow_collectives=True)
         broadcast_parameters(module, self.comm)
-        bucket_mb, dtype = self.strategy.bucket_mb, self.strategy.reduce_dtype
-        self.reducers.append(Reducer(module.parameters(), self.comm, bucket_mb=bucket_mb, reduce_dtype=dtype))
+        self._spread(module)
         return module
 
     def loader(
@@ -130,6 +204,7 @@ class Fleet:
         shuffle: bool = True,
         transform: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None,
         workers: int = 0,
+        on_bad_image: str = "raise",
     ) -> Loader:
         """Equal batches for every rank, in an order that no world size changes.
 
@@ -152,6 +227,7 @@ class Fleet:
             transform=transform,
             workers=workers,
             device=self.device,
+            on_bad_image=on_bad_image,
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -162,13 +238,15 @@ class Fleet:
         """Backward, averaging, and one optimizer step that all ranks take alike; gradients are zeroed after it.
 
         With accumulation the optimizer steps at every `accumulate`-th call. An fp16 overflow on any rank makes all
-        ranks skip. Raises NonFiniteLoss on all ranks, before anything has changed, if a loss is not finite.
+        ranks skip (with DGC any gradient that is not finite). Raises NonFiniteLoss on all ranks, before anything has
+        changed, if a loss is not finite.
         """
         self._check_parameters(optimizer)
         self._check_loss(loss)
         self._micro += 1
         last = self._micro == self.strategy.accumulate
-        defer = self.scaler is not None or self.strategy.clip_norm > 0 or self.strategy.accumulate > 1
+        may_skip = self.scaler is not None or self.strategy.compress != "none"
+        defer = may_skip or self.strategy.clip_norm > 0 or self.strategy.accumulate > 1
         scaled = loss / self.strategy.accumulate
         with ExitStack() as stack:
             if not last:
@@ -177,12 +255,22 @@ class Fleet:
             updates: list[RowUpdate] = stack.enter_context(deferred_updates()) if defer else []
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
         self._pending += updates
+        for local in self.locals:
+            local.note(loss)
         if not last:
             return Step(updated=False)
         self._micro = 0
         for reducer in self.reducers:
             reducer.finish()
         return self._finish(optimizer)
+
+    def meet(self, optimizer: Optimizer) -> None:
+        """Makes the replicas of local SGD the same, momentum included; does nothing otherwise. Collective.
+
+        To be called before evaluation and before a checkpoint.
+        """
+        for local in self.locals:
+            local.meet(optimizer)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank: for whatever decides how the run goes on. Collective."""
@@ -191,10 +279,13 @@ class Fleet:
         return bool(self.comm.all_reduce(torch.tensor([int(flag)], device=self.device), "max").wait().item())
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run must have again: the loss scale and the layout of the gradient buckets. JSON-able."""
+        """What a resumed run must have again: loss scale, layout of the buckets, residuals, the measured topology."""
         return {
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "kind": self._kind,
+            "topology": self._route.state_dict() if isinstance(self._route, Auto) else None,
             "reducers": [reducer.state_dict() for reducer in self.reducers],
+            "locals": [local.state_dict() for local in self.locals],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,57 +294,109 @@ class Fleet:
                 f"fleet: the checkpoint was made {'without' if state['scaler'] is None else 'with'} a loss scale and "
                 f"this run is amp={self.strategy.amp!r}; resume with the precision it was trained in"
             )
+        if state.get("kind", "reducer") != self._kind:
+            raise ValueError(
+                f"fleet: the checkpoint was made with {state.get('kind', 'reducer')}, this run has {self._kind}; "
+                "resume with the compress and local_sgd it was trained with"
+            )
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+        if isinstance(self._route, Auto) and state.get("topology"):
+            self._route.load_state_dict(state["topology"])
         for reducer, saved in zip(self.reducers, state["reducers"], strict=True):
             reducer.load_state_dict(saved)
+        for local, saved in zip(self.locals, state.get("locals", []), strict=True):
+            local.load_state_dict(saved)
 
     # ---- inside
+
+    @property
+    def _kind(self) -> str:
+        return "local_sgd" if self.strategy.local_sgd else "reducer" if self.strategy.compress == "none" else "dgc"
+
+    def _spread(self, module: nn.Module) -> None:
+        """Hands a replicated module to whatever keeps its replicas together."""
+        ask = self.strategy
+        reduction = make_reduction(ask.reduce_dtype, accumulate=ask.reduce_accumulate)
+        if self._route is None:
+            self._route = route(self.comm, ask.topology)
+        comm, mb, lanes = self._route, ask.bucket_mb, ask.lanes
+        if (local := ask.local_sgd_options()) is not None:
+            made = LocalSGD(module, comm, options=local, bucket_mb=mb, reduce_dtype=reduction, lanes=lanes)
+            self.locals.append(made)
+        elif (dgc := ask.dgc_options()) is not None:
+            params, clip = module.parameters(), ask.clip_norm
+            self.reducers.append(
+                DGC(params, comm, options=dgc, clip_norm=clip, bucket_mb=mb, reduce_dtype=reduction, lanes=lanes)
+            )
+        else:
+            self.reducers.append(Reducer(module.parameters(), comm, bucket_mb=mb, reduce_dtype=reduction, lanes=lanes))
 
     def _finish(self, optimizer: Optimizer) -> Step:
         """Decides together, then steps or skips."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         updates, self._pending = merge_updates(self._pending), []
+        compressors = [reducer for reducer in self.reducers if isinstance(reducer, DGC)]
         scale = 1.0
-        if self.scaler is not None:
-            scale = 1.0 / self.scaler.loss_scale
-            found = torch.maximum(
-                self.scaler.unscale_(params), any_nonfinite([u.grad for u in updates]).to(self.device)
-            )
-            overflow = self.any(bool(found))
-            self.scaler.update(overflow)
+        for local in self.locals:
+            local.begin_step()
+        if self.scaler is not None or compressors:
+            if self.scaler is not None:
+                scale = 1.0 / self.scaler.loss_scale
+                found = self.scaler.unscale_(params)
+            else:
+                found = any_nonfinite([param.grad for param in params if param.grad is not None])
+            overflow = self.any(bool(torch.maximum(found, any_nonfinite([u.grad for u in updates]).to(self.device))))
+            if self.scaler is not None:
+                self.scaler.update(overflow)
             if overflow:
-                self._zero_grad(optimizer)
-                return Step(updated=False, overflow=True)
+                for compressor in compressors:
+                    compressor.skip()
+                return self._end(optimizer, Step(updated=False, overflow=True))
         norm = None
         if self.strategy.clip_norm > 0:
-            norm = self._norm(params, updates, scale)
+            own = {id(param) for compressor in compressors for param in compressor.local_params}  # DGC clips these
+            clipped = [param for param in params if id(param) not in own]
+            norm = self._norm(clipped, updates, scale)
             if not math.isfinite(norm):
                 raise NonFiniteLoss(f"the gradient's norm is {norm}; no weight was changed")
             shrink = min(1.0, self.strategy.clip_norm / (norm + 1e-6))
-            torch._foreach_mul_([param.grad for param in params if param.grad is not None], shrink)
+            torch._foreach_mul_([param.grad for param in clipped if param.grad is not None], shrink)
             scale *= shrink
         for update in updates:
             update.apply(scale)
+        for compressor in compressors:
+            compressor.apply(optimizer)
         optimizer.step()
-        self._zero_grad(optimizer)
-        return Step(updated=True, grad_norm=norm)
+        return self._end(optimizer, Step(updated=True, grad_norm=norm))
+
+    def _end(self, optimizer: Optimizer, step: Step) -> Step:
+        """What ends a step, taken or skipped."""
+        for local in self.locals:
+            local.end_step(optimizer)
+        for reducer in self.reducers:
+            reducer.zero_grad()
+        averaged = {id(param) for reducer in self.reducers for param in reducer.params}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in averaged:
+                    param.grad = None
+        return step
 
     def _norm(self, params: list[nn.Parameter], updates: list[RowUpdate], scale: float) -> float:
-        """Norm of the gradient of everything: replicated weights once, cut ones summed over ranks."""
-        square = grad_norm(params, self.comm).double() ** 2
+        """Norm of the gradient of everything: replicated weights once, cut ones summed over ranks.
+
+        Between the meetings of local SGD replicas have gradients of their own: the mean of their squares counts.
+        """
+        apart = {id(param) for local in self.locals for param in local.params}
+        square = grad_norm([param for param in params if id(param) not in apart], self.comm).double() ** 2
         rows = square.new_zeros(())
         for update in updates:
             rows += (torch.linalg.vector_norm(update.grad) * scale).double() ** 2
+        if apart:
+            replica = grad_norm([param for param in params if id(param) in apart], self.comm).double() ** 2
+            rows += replica.to(rows.device) / self.world_size
         return float((square + self.comm.all_reduce(rows).wait()).sqrt())
-
-    def _zero_grad(self, optimizer: Optimizer) -> None:
-        for reducer in self.reducers:
-            reducer.zero_grad()
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if shard_of(param) is not None:
-                    param.grad = None
 
     def _check_loss(self, loss: Tensor) -> None:
         """Agrees on whether the loss is finite. On a GPU that would stop the host every step: the log steps do it."""
@@ -269,9 +412,14 @@ class Fleet:
 
     def _check_parameters(self, optimizer: Optimizer) -> None:
         """On several ranks every parameter must be averaged or cut, else replicas drift apart unseen."""
-        if id(optimizer) in self._checked or self.world_size == 1:
+        if id(optimizer) in self._checked:
             return
-        known = {id(param) for reducer in self.reducers for param in reducer.params}
+        for reducer in self.reducers:
+            if isinstance(reducer, DGC):
+                reducer.check(optimizer)
+        if self.world_size == 1:
+            return
+        known = {id(param) for part in (*self.reducers, *self.locals) for param in part.params}
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 if param.requires_grad and id(param) not in known and shard_of(param) is None:
@@ -280,3 +428,18 @@ class Fleet:
                         "replicated nor cut; pass its module through fleet.replicate(module)"
                     )
         self._checked.add(id(optimizer))
+
+
+def _options(kind: type[T], args: dict[str, Any], where: str) -> T:
+    """An options dataclass from a table; unknown names and wrong types are errors that name them."""
+    types, made = get_type_hints(kind), {}
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    for name, value in args.items():
+        if name not in names:
+            raise ValueError(f"strategy.{where}: unknown {name!r}; expected {', '.join(names)}")
+        if types[name] is float and type(value) is int:
+            value = float(value)
+        if type(value) is not types[name]:
+            raise ValueError(f"strategy.{where}: {name} is {value!r}, expected {types[name].__name__}")
+        made[name] = value
+    return kind(**made)

@@ -165,7 +165,7 @@ def test_sync_bn_makes_batch_norm_independent_of_the_number_of_ranks() -> None:
     ("options", "message"),
     [
         ({"amp": "fp8"}, "amp 'fp8'"),
-        ({"reduce_dtype": "int8"}, "reduce_dtype 'int8'"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype: got 'int8'"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
     ],

@@ -119,9 +119,15 @@ class TorchCommunicator(Communicator):
                 device_id=device if device.type == "cuda" else None,
             )
         except RuntimeError as error:
+            where = f"{launch.address}:{launch.port}"
+            if "EADDRINUSE" in str(error):
+                raise CommError(
+                    f"rank {launch.rank} cannot listen on {where}: the port is in use, by another run perhaps; choose "
+                    "another MASTER_PORT, the same for all ranks"
+                ) from error
             raise CommError(
-                f"rank {launch.rank} could not join {launch.world_size} ranks at {launch.address}:{launch.port} within "
-                f"{init_timeout:g} s: {_first_line(error)}; see that all of them run and reach that address"
+                f"rank {launch.rank} could not join {launch.world_size} ranks at {where} within {init_timeout:g} s: "
+                f"{_first_line(error)}; see that all of them run and reach that address"
             ) from error
         return cls._adopt(timedelta(seconds=timeout), timedelta(seconds=init_timeout), owned=True)
 

@@ -161,10 +161,10 @@ def _read_face(file: Path, index: int, font: Any) -> Face | None:
     name = font["name"].getDebugName(4) or f"{file.stem} {index}"
     mapped: dict[int, str] | None = font.getBestCmap() if "cmap" in font else None
     if not mapped or not {"glyf", "CFF ", "CFF2"} & set(font.keys()):
-        logger.info("%s: %s left out, no outlines or no Unicode map", file, name)
+        logger.debug("%s: %s left out, no outlines or no Unicode map", file, name)
         return None
     if name.startswith("Last Resort") or _contradicts(mapped):
-        logger.info("%s: %s left out, its map does not follow Unicode", file, name)
+        logger.debug("%s: %s left out, its map does not follow Unicode", file, name)
         return None
     empty = font.getGlyphOrder()[0]  # glyph 0 marks a missing character
     codes = sorted(code for code, glyph in mapped.items() if glyph != empty)

@@ -276,7 +276,7 @@ def _group(drawn: NDArray[Any]) -> tuple[list[list[int]], NDArray[np.int64], NDA
     for rows in sets:
         if len(rows) >= _PLACEHOLDER:
             usable[rows] = False
-            logger.info("left out a shape that %d characters of one face share", len(rows))
+            logger.debug("left out a shape that %d characters of one face share", len(rows))
     leader = _merge(drawn, alike, usable)
     group_faces: dict[int, set[int]] = {}
     for code, face in drawn[["code", "face"]][usable].tolist():

@@ -5,6 +5,7 @@ rank r the r-th contiguous piece; augmentation is keyed by (seed, epoch, sample)
 any number of ranks and with any number of worker processes.
 """
 
+import logging
 import math
 import os
 import shutil
@@ -19,11 +20,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-_ORDER, _AUGMENT = 1, 2  # streams of random numbers
+logger = logging.getLogger(__name__)
+
+POLICIES = ("redraw", "raise")  # for images that cannot be read
+_ORDER, _AUGMENT, _REDRAW = 1, 2, 3  # streams of random numbers
+_REDRAWS = 100  # samples tried in place of a bad one
+_BAD_SHARE = 0.01  # of a rank's samples in an epoch: more bad ones stop the run
+_NAMED, _LOGGED = 5, 20  # bad images named in an error, and in the log
 
 Transform = Callable[[NDArray[np.uint8], np.random.Generator], NDArray[np.uint8]]
 _Item = tuple[int, NDArray[Any]]  # (epoch, integers: the samples of a batch)
-_Read = tuple[int, NDArray[Any]]  # (slot that holds the images, samples)
+_Bad = tuple[int, str]  # (a sample that cannot be read, why)
+_Read = tuple[int, NDArray[Any], list[_Bad]]  # (slot that holds the images, samples read, samples replaced)
 
 
 class Dataset(Protocol):
@@ -55,6 +63,10 @@ class Loader:
     dropped (others in the next epoch when shuffled). `transform(image, rng)` runs in the workers, see `Augment`.
     workers: processes that read, `prefetch` batches ahead each; 0 reads in this one. start_method: how they start
     ("spawn", "forkserver", "fork"; Python's default if not given).
+    on_bad_image: "raise", or "redraw": in place of an image that cannot be read (ValueError or OSError of the data set)
+    stands another sample with its own label, chosen by (seed, epoch, sample), so the same on any number of ranks.
+    `num_bad` counts them, the log names each once (20 at most); more than one and more than 1 % of a rank's samples of
+    an epoch stop it with a ValueError.
     ValueError: batch_size that does not divide or exceeds the data set, labels of a wrong kind or range.
     """
 
@@ -72,8 +84,11 @@ class Loader:
         device: str | torch.device = "cpu",
         prefetch: int = 2,
         start_method: str | None = None,
+        on_bad_image: str = "raise",
     ) -> None:
         _check_dataset(dataset)
+        if on_bad_image not in POLICIES:
+            raise ValueError(f"got on_bad_image={on_bad_image!r}, expected one of {', '.join(POLICIES)}")
         if not 0 <= rank < world_size:
             raise ValueError(f"got rank={rank} and world_size={world_size}, expected 0 <= rank < world_size")
         if batch_size < 1 or batch_size % world_size:
@@ -95,7 +110,14 @@ class Loader:
         self._order = _Order(len(dataset), batch_size, rank, world_size, seed if shuffle else None)
         self._transform = transform
         self._workers, self._prefetch, self._start_method = workers, prefetch, start_method
+        self._redraw = on_bad_image == "redraw"
+        self._bad = _BadImages(len(dataset) // world_size)
         self._pipeline: _Pipeline | None = None
+
+    @property
+    def num_bad(self) -> int:
+        """Images this rank could not read and replaced, since the loader was made."""
+        return self._bad.count
 
     @property
     def steps_per_epoch(self) -> int:
@@ -130,6 +152,7 @@ class Loader:
                 prefetch=self._prefetch,
                 persistent=True,
                 start_method=self._start_method,
+                bad=self._bad if self._redraw else None,
             )
         order = self._order
         while order.epoch < n:
@@ -142,6 +165,7 @@ class Loader:
                     self._pipeline = None
                     raise
             order.epoch, order.position = order.epoch + 1, 0
+            self._bad.in_epoch = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop stands, in JSON's types; the same on every rank."""
@@ -228,6 +252,7 @@ class _Order:
 class _Pipeline:
     """Batches of uint8 read into slots of memory that worker processes share, and turned into floats on a device.
 
+    Pixels stay in the order that decoders give, colour by colour: convolutions prefer it, and nothing is transposed.
     Only the number of a slot crosses between processes. Slots and the floats made of them are used again: at these
     sizes the system's work of handing out fresh pages costs as much as a third of decoding.
     """
@@ -246,15 +271,17 @@ class _Pipeline:
         prefetch: int = 2,
         persistent: bool = False,
         start_method: str | None = None,
+        bad: "_BadImages | None" = None,
     ) -> None:
-        reader = _Reader(dataset, transform, seed)
-        image_shape = reader.read(probe, 0).transpose(2, 0, 1).shape
+        reader = _Reader(dataset, transform, seed, redraw=bad is not None)
+        image_shape = reader.read_any(probe, 0)[0].shape
         # Of the batches asked for, at most workers * prefetch are not yet taken; the one just taken is still read.
         num_slots = workers * prefetch + 1
         shape = (num_slots, share, *image_shape)
         reader.slots = _shared(shape) if workers else torch.empty(shape, dtype=torch.uint8)
         self._reader, self._device, self._workers = reader, device, workers
         self._buffers = _Buffers()
+        self._bad = bad
         self._loader: DataLoader[_Read] = DataLoader(
             reader,  # type: ignore[arg-type]
             batch_size=None,  # the reader makes whole batches
@@ -269,8 +296,11 @@ class _Pipeline:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         labels_of = self._reader.dataset.labels
-        for slot, samples in self._slots_read():
-            images = self._normalise(self._reader.slots[slot, : len(samples)])
+        for slot, samples, replaced in self._slots_read():
+            if replaced:
+                assert self._bad is not None
+                self._bad.note(replaced)
+            images = self._normalise(self._reader.slots[slot, : len(samples)]).permute(0, 3, 1, 2)
             labels = torch.from_numpy(np.asarray(labels_of[samples], np.int64))
             yield images, labels.to(self._device)
 
@@ -292,14 +322,16 @@ class _Pipeline:
         raise failure
 
     def _normalise(self, pixels: Tensor) -> Tensor:
-        """(x - 127.5) / 127.5 of uint8 [b, C, H, W] in float32, on the device: a quarter of the bytes travel."""
+        """(x - 127.5) / 127.5 of uint8 [b, H, W, C] in float32, on the device: a quarter of the bytes travel."""
         if self._device.type == "cpu":
-            images = self._buffers.take(tuple(pixels.shape)).copy_(pixels)
-        else:
-            if self._device.type == "cuda":
-                pixels = pixels.pin_memory()  # a copy, so that the slot is free while the transfer goes on
-            images = pixels.to(self._device, non_blocking=True).to(torch.float32)
-        return images.sub_(127.5).div_(127.5)
+            images = self._buffers.take(tuple(pixels.shape))
+            array, middle = images.numpy(), np.float32(127.5)
+            np.subtract(pixels.numpy(), middle, out=array, dtype=np.float32)  # converts on the way: torch would copy
+            np.divide(array, middle, out=array)
+            return images
+        if self._device.type == "cuda":
+            pixels = pixels.pin_memory()  # a copy, so that the slot is free while the transfer goes on
+        return pixels.to(self._device, non_blocking=True).to(torch.float32).sub_(127.5).div_(127.5)
 
 
 class _Numbered:
@@ -315,9 +347,10 @@ class _Numbered:
 class _Reader:
     """Reads a batch into a slot, in a worker process."""
 
-    def __init__(self, dataset: Dataset, transform: Transform | None, seed: int) -> None:
+    def __init__(self, dataset: Dataset, transform: Transform | None, seed: int, *, redraw: bool = False) -> None:
         self.dataset, self._transform = dataset, transform
-        self.slots = torch.empty(0, dtype=torch.uint8)  # [slots, b, C, H, W]
+        self._seed, self._redraw = seed, redraw
+        self.slots = torch.empty(0, dtype=torch.uint8)  # [slots, b, H, W, C]
         self._bits = np.random.Philox()
         self._rng = np.random.Generator(self._bits)
         self._counter = np.zeros(4, np.uint64)
@@ -332,26 +365,61 @@ class _Reader:
 
     def __getitem__(self, numbered: tuple[int, _Item]) -> _Read:
         slot, (epoch, samples) = numbered
-        into = self.slots[slot].numpy()  # [b, C, H, W]
+        into = self.slots[slot].numpy()  # [b, H, W, C]
+        replaced: list[_Bad] = []
         for k, i in enumerate(samples.tolist()):
-            image = self.read(i, epoch).transpose(2, 0, 1)
+            image, j = self.read_any(i, epoch, replaced)
             if image.shape != into.shape[1:]:
                 raise RuntimeError(
-                    f"sample {i} ({self.dataset.name(i)}) has shape {image.shape} (C, H, W), others {into.shape[1:]}; "
+                    f"sample {j} ({self.dataset.name(j)}) has shape {image.shape} (H, W, C), others {into.shape[1:]}; "
                     "give the data set one image_size"
                 )
-            into[k] = image
-        return slot, samples
+            if image.strides[-2] < 0:  # mirrored: numpy would copy it pixel by pixel
+                for colour in range(image.shape[2]):
+                    into[k, :, :, colour] = image[:, :, colour]
+            else:
+                into[k] = image
+            if j != i:
+                samples = np.where(np.arange(len(samples)) == k, j, samples)  # a copy: it may be a piece of the order
+        return slot, samples, replaced
 
-    def read(self, i: int, epoch: int) -> NDArray[np.uint8]:
-        """Sample i as the transform leaves it, uint8 [H, W, C]."""
+    def read_any(self, i: int, epoch: int, replaced: list[_Bad] | None = None) -> tuple[NDArray[np.uint8], int]:
+        """Sample i as the transform leaves it, or, under "redraw", another for one that cannot be read, and which."""
+        if not self._redraw:
+            return self.read(i, epoch), i
+        try:
+            return self.read(i, epoch), i
+        except _BadImage as error:
+            failed = [(i, str(error))]
+        bits = np.random.Philox(key=[self._seed, _REDRAW], counter=[0, 0, epoch, i])
+        for j in np.random.Generator(bits).integers(len(self.dataset), size=_REDRAWS).tolist():
+            try:
+                image = self.read(j, epoch, drawn_as=i)
+            except _BadImage as error:
+                failed.append((j, str(error)))
+                continue
+            if replaced is not None:
+                replaced.append(failed[0])
+            return image, j
+        shown = "; ".join(why for _, why in failed[:_NAMED])
+        raise ValueError(f"none of {len(failed)} samples drawn in turn can be read: {shown}")
+
+    def read(self, i: int, epoch: int, *, drawn_as: int | None = None) -> NDArray[np.uint8]:
+        """Sample i as the transform leaves it, uint8 [H, W, C]; drawn_as: whose random numbers it takes."""
         try:
             image = self.dataset[i][0]
-            if self._transform is not None:
-                image = self._transform(image, self._random(epoch, i))
+        except (ValueError, OSError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise _BadImage(f"sample {i} ({self.dataset.name(i)}) cannot be read: {what}") from error
         except Exception as error:  # whatever it is, the user must learn which sample
             what = f"{type(error).__name__}: {error}"
             raise RuntimeError(f"sample {i} ({self.dataset.name(i)}) cannot be read: {what}") from error
+        if self._transform is not None:
+            try:
+                image = self._transform(image, self._random(epoch, i if drawn_as is None else drawn_as))
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise RuntimeError(f"sample {i} ({self.dataset.name(i)}) cannot be changed: {what}") from error
         if image.dtype != np.uint8 or image.ndim != 3:
             raise RuntimeError(
                 f"sample {i} ({self.dataset.name(i)}) is {image.dtype} {image.shape}, expected uint8 (H, W, C)"
@@ -363,6 +431,36 @@ class _Reader:
         self._counter[2], self._counter[3] = epoch, i
         self._bits.state = self._state
         return self._rng
+
+
+class _BadImage(RuntimeError):
+    """A sample whose image the data set cannot give."""
+
+
+class _BadImages:
+    """Counts the samples that were replaced, names each once in the log, and stops when they are too many."""
+
+    def __init__(self, samples: int) -> None:
+        self.count, self.in_epoch = 0, 0
+        self._samples, self._limit = samples, max(1, int(samples * _BAD_SHARE))
+        self._seen: dict[int, str] = {}
+
+    def note(self, bad: list[_Bad]) -> None:
+        for i, why in bad:
+            self.count += 1
+            self.in_epoch += 1
+            if i not in self._seen:
+                self._seen[i] = why if len(self._seen) < _LOGGED else ""
+                if self._seen[i]:
+                    logger.warning("%s; another sample takes its place", why)
+                if len(self._seen) == _LOGGED:
+                    logger.warning("%d images cannot be read so far; further ones are only counted", _LOGGED)
+        if self.in_epoch > self._limit:
+            shown = "; ".join([why for why in self._seen.values() if why][:_NAMED])
+            raise ValueError(
+                f"{self.in_epoch} images of this epoch cannot be read, more than 1 % of {self._samples}: {shown}; "
+                "`plsc-data verify` lists them all"
+            )
 
 
 class _Buffers:

@@ -102,6 +102,10 @@ class RecordIO:
         except ValueError as error:
             raise ValueError(f"{self.name(i)}: {error}") from error
 
+    def encoded(self, i: int) -> bytes:
+        """The encoded image of sample i, without its header."""
+        return self.record(i).image
+
     def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
         image = self.record(i).image
         return decode_image(image, self.image_size, self.channels, name=self.name(i)), int(self.labels[i])

@@ -1,5 +1,6 @@
-"""Backbones: plain modules that take images [B, C, S, S] to embeddings [B, D]."""
+"""Plain modules: backbones that take images [B, C, S, S] to embeddings [B, D], and models of clicks."""
 
+from plsc.models.clicks import DCN, DeepFM, LogisticRegression, WideDeep
 from plsc.models.iresnet import IResNet, iresnet18, iresnet34, iresnet50, iresnet100, iresnet200
 from plsc.models.mobilefacenet import MobileFaceNet, mobilefacenet
 from plsc.models.resnet import ResNet, resnet50
@@ -8,13 +9,17 @@ from plsc.models.vit import ViT, vit_base, vit_large, vit_small, vit_tiny
 from plsc.models.zoo import MODELS, build
 
 __all__ = [
+    "DCN",
     "MODELS",
+    "DeepFM",
     "IResNet",
+    "LogisticRegression",
     "MobileFaceNet",
     "PlainNet",
     "ResNet",
     "SmallConv",
     "ViT",
+    "WideDeep",
     "build",
     "iresnet18",
     "iresnet34",

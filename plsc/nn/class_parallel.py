@@ -160,8 +160,8 @@ def check_batch(embeddings: Tensor, labels: Tensor, weight: Tensor, comm: Commun
     embedding_size = weight.shape[-1]
     if weight.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"the classifier's weight is {weight.dtype}, expected float32 or float64: its logits must not be rounded to "
-            "half precision; leave it in float32 and run the backbone under autocast"
+            f"the classifier's weight is {weight.dtype}, expected float32 or float64: its logits must not be rounded "
+            "to half precision; leave it in float32 and run the backbone under autocast"
         )
     if embeddings.dim() != 2 or embeddings.shape[1] != embedding_size:
         raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}, expected [batch, {embedding_size}]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
-_PIECE_BYTES = 512 << 10  # of a weight's rows; gradient and state of the same rows come on top
+_PIECE_BYTES = 512 << 10  # of a weight's rows a thread works on; their gradient and state come on top
 
 
 @dataclass
@@ -156,10 +157,11 @@ def _apply_chosen(optimizer: RowOptimizer, weight: Tensor, state: State, rows: T
 
 
 def pieces(weight: Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cuts rows [start, stop) so that a few passes over one piece stay in a CPU's cache; on a GPU it is one piece."""
+    """Cuts rows [start, stop) so that several passes over one piece stay in a CPU's cache; on a GPU it is one piece."""
     step = max(stop - start, 1)
     if weight.device.type == "cpu":
-        step = max(_PIECE_BYTES // (weight[:1].numel() * weight.element_size()), 1) if len(weight) else 1
+        row_bytes = max(math.prod(weight.shape[1:]), 1) * weight.element_size()
+        step = max(_PIECE_BYTES * torch.get_num_threads() // row_bytes, 1)
     for first in range(start, stop, step):
         yield first, min(first + step, stop)
 

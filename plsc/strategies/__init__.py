@@ -1,5 +1,7 @@
 """How training is spread: averaging of gradients, mixed precision, recomputation, optimizers, batch norm over ranks."""
 
+from plsc.strategies.dgc import DGC, DGCOptions
+from plsc.strategies.local_sgd import LocalSGD, LocalSGDOptions
 from plsc.strategies.optimizers import LARS, Schedule, build_optimizer, param_groups, set_lr
 from plsc.strategies.precision import (
     LossScaler,
@@ -12,15 +14,36 @@ from plsc.strategies.precision import (
 )
 from plsc.strategies.recompute import recompute
 from plsc.strategies.reducer import Reducer, broadcast_parameters
+from plsc.strategies.reduction import (
+    Accumulated,
+    Bf16,
+    Fp16,
+    Full,
+    Plain,
+    Reduction,
+    as_ddp_hook,
+    make_reduction,
+)
 from plsc.strategies.sync_bn import SyncBatchNorm, convert_sync_bn
 
 __all__ = [
+    "DGC",
     "LARS",
+    "Accumulated",
+    "Bf16",
+    "DGCOptions",
+    "Fp16",
+    "Full",
+    "LocalSGD",
+    "LocalSGDOptions",
     "LossScaler",
+    "Plain",
     "Reducer",
+    "Reduction",
     "Schedule",
     "SyncBatchNorm",
     "any_nonfinite",
+    "as_ddp_hook",
     "autocast",
     "broadcast_parameters",
     "build_optimizer",
@@ -28,6 +51,7 @@ __all__ = [
     "convert_sync_bn",
     "first_nonfinite",
     "grad_norm",
+    "make_reduction",
     "nonfinite_names",
     "param_groups",
     "recompute",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from plsc.comm import Communicator, Work, shard_of
+from plsc.strategies.reduction import Lanes, Reduction, make_reduction
 
-REDUCE_DTYPES = ("fp32", "bf16")
 ALIGN = 64  # bytes; a slot starts on a cache line, and vector loads of every width stay inside it
 
 
@@ -33,7 +33,6 @@ class _Bucket:
     """Gradients that travel together."""
 
     flat: Tensor  # [slots and the gaps between them]; gaps stay zero
-    wire: torch.dtype
     slots: list[_Slot] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)  # parameters whose gradient has not come in this backward
     work: Work[Tensor] | None = None
@@ -58,27 +57,28 @@ class Reducer:
         *,
         bucket_mb: float = 25.0,
         first_bucket_mb: float = 1.0,
-        reduce_dtype: str = "fp32",
+        reduce_dtype: str | Reduction = "fp32",
+        lanes: int = 1,
     ) -> None:
         """Collective: the ranks compare what they are going to average.
 
         Args:
             params: module.parameters(), on their final device and in their final dtype.
             bucket_mb, first_bucket_mb: MiB a bucket is filled to; the first is small so that sending begins early.
-            reduce_dtype: what travels. "fp32": the gradients' own dtype, float32 for half-precision ones;
-                "bf16": bfloat16, divided by the number of ranks before it is rounded.
+            reduce_dtype: what travels, "fp32", "bf16" or "fp16", or a Reduction; see plsc.strategies.reduction.
+            lanes: communicators that buckets take in turn, so that several travel at once.
         """
         if not bucket_mb > 0 or not first_bucket_mb > 0:
             raise ValueError(f"got bucket_mb={bucket_mb}, first_bucket_mb={first_bucket_mb}, expected both > 0")
-        if reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(f"reduce_dtype: got {reduce_dtype!r}, expected one of {', '.join(REDUCE_DTYPES)}")
+        self.reduction = make_reduction(reduce_dtype) if isinstance(reduce_dtype, str) else reduce_dtype
         self.comm = comm
         self.sync = True  # False: gradients only pile up, as inside accumulate()
-        self.bucket_mb, self.first_bucket_mb, self.reduce_dtype = bucket_mb, first_bucket_mb, reduce_dtype
+        self.bucket_mb, self.first_bucket_mb = bucket_mb, first_bucket_mb
         kept = replicated(params)
         self.layout = plan_buckets(kept, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb)
         agree(comm, [f"{tuple(p.shape)} {p.dtype}" for p in kept] + [str(self.state_dict())], "parameters to average")
-        self._buckets = [_fill(kept, indices, self._wire(kept[indices[0]])) for indices in self.layout]
+        self._lanes = Lanes(self.reduction, comm, lanes=lanes)
+        self._buckets = [_fill(kept, indices) for indices in self.layout]
         self._next = 0  # the first bucket not launched yet
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         self._handles: list[Any] = []
@@ -103,6 +103,11 @@ class Reducer:
             bucket.work.wait()
         self._attach()
         self._reset()
+
+    def attach(self) -> None:
+        """Leaves this rank's own gradient in every .grad, a view of its bucket; what was not used is zero."""
+        for slot in self._slots:
+            _adopt(slot)
 
     def zero_grad(self) -> None:
         """Zeros all gradients, which stay views of the buckets; also clears up after a backward that failed half-way.
@@ -132,17 +137,18 @@ class Reducer:
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that one finish() hands to all_reduce on this rank; 0 in a world of one."""
+        """Bytes of gradients that one finish() averages, in the type they travel in; 0 in a world of one."""
         if self.comm.world_size == 1:
             return 0
-        return sum(bucket.flat.numel() * bucket.wire.itemsize for bucket in self._buckets)
+        flats = [bucket.flat for bucket in self._buckets]
+        return sum(flat.numel() * self.reduction.wire(flat.dtype).itemsize for flat in flats)
 
     def state_dict(self) -> dict[str, Any]:
         """What the order of summation depends on, JSON-able: a run that resumes bit for bit has the same."""
         return {
             "bucket_mb": self.bucket_mb,
             "first_bucket_mb": self.first_bucket_mb,
-            "reduce_dtype": self.reduce_dtype,
+            "reduce_dtype": self.reduction.name,
             "layout": self.layout,
         }
 
@@ -160,11 +166,6 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _wire(self, param: nn.Parameter) -> torch.dtype:
-        if self.reduce_dtype == "bf16":
-            return torch.bfloat16
-        return torch.promote_types(param.dtype, torch.float32)
 
     def _hook(self, slot: _Slot) -> Callable[[Tensor], None]:
         """What autograd calls when the gradient of the slot's parameter has been added up."""
@@ -184,16 +185,9 @@ class Reducer:
         return ready
 
     def _launch(self, bucket: _Bucket) -> None:
-        """Starts the averaging of a bucket; divides before it narrows, so that no sum overflows the narrower dtype."""
+        """Starts the averaging of a bucket."""
+        bucket.work = self._lanes.start(bucket.flat, turn=self._next)
         self._next += 1
-        flat, size = bucket.flat, self.comm.world_size
-        if size == 1:
-            bucket.work = Work.done(flat)
-        elif bucket.wire == flat.dtype:
-            bucket.work = self.comm.all_reduce(flat.div_(size))
-        else:
-            wider = torch.promote_types(bucket.wire, flat.dtype)
-            bucket.work = self.comm.all_reduce(flat.to(wider).div_(size).to(bucket.wire)).then(flat.copy_)
 
     def _attach(self) -> None:
         for slot in self._slots:
@@ -222,7 +216,7 @@ def replicated(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list(kept.values())
 
 
-def plan_buckets(params: Sequence[nn.Parameter], *, bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:
+def plan_buckets(params: Sequence[Tensor], *, bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:
     """Buckets as lists of indices into params, in the order they are sent.
 
     Last registered, first in: about the order in which the backward pass finishes gradients. A bucket holds one dtype
@@ -277,19 +271,26 @@ def _aligned(param: Tensor) -> int:
     return -(-param.numel() // line) * line
 
 
-def _fill(params: Sequence[nn.Parameter], indices: Sequence[int], wire: torch.dtype) -> _Bucket:
+def _fill(params: Sequence[nn.Parameter], indices: Sequence[int]) -> _Bucket:
     """A bucket of zeros with one slot for each of the parameters that `indices` names."""
-    first = params[indices[0]]
-    size = sum(_aligned(params[index]) for index in indices)
-    bucket, offset = _Bucket(torch.zeros(size, dtype=first.dtype, device=first.device), wire), 0
-    for index in indices:
-        param = params[index]
-        # The parameter's own strides where it is dense (channels_last too): optimizers then take their fast path.
-        strides = torch.empty_like(param, device="meta").stride()
-        view = bucket.flat.as_strided(param.shape, strides, offset)
-        bucket.slots.append(_Slot(index, param, bucket, view, view.data_ptr()))
-        offset += _aligned(param)
+    flat, views = flat_views([params[index] for index in indices])
+    bucket = _Bucket(flat)
+    for index, view in zip(indices, views, strict=True):
+        bucket.slots.append(_Slot(index, params[index], bucket, view, view.data_ptr()))
     return bucket
+
+
+def flat_views(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A flat tensor of zeros and, inside it, a view for each of the tensors, of its shape and on lines of its own.
+
+    A view has the strides of its tensor where that is dense (channels_last too): elementwise work is then fast.
+    """
+    first, offset, views = tensors[0], 0, []
+    flat = torch.zeros(sum(map(_aligned, tensors)), dtype=first.dtype, device=first.device)
+    for tensor in tensors:
+        views.append(flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride(), offset))
+        offset += _aligned(tensor)
+    return flat, views
 
 
 def _adopt(slot: _Slot) -> None:

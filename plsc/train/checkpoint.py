@@ -9,11 +9,12 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from plsc.comm import Communicator, world
+from plsc.comm import Communicator, FailedTogether, together, world
 from plsc.train.parts import Cell, Part, Restore, Saved, collect, from_json, restore, to_json
 from plsc.train.storage import (
     METADATA_NAME,
@@ -36,36 +37,13 @@ from plsc.train.storage import (
 )
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(FailedTogether):
     """A checkpoint could not be written or read (disk full, no permission, ...); raised on every rank alike."""
 
 
-def _agree(comm: Communicator, doing: str, fn: Callable[[], T]) -> list[T]:
-    """Calls fn on every rank and returns the results of all; if it failed on any, raises on every rank."""
-    result: Any = None
-    failure: Exception | None = None
-    try:
-        result = fn()
-    except Exception as error:
-        failure = error
-    told = None
-    if failure is not None:
-        text = str(failure) if isinstance(failure, ValueError) else f"{type(failure).__name__}: {failure}"
-        told = (isinstance(failure, ValueError), text)
-    heard = comm.gather_objects((result, told))
-    failed = {rank: told for rank, (_, told) in enumerate(heard) if told is not None}
-    if not failed:
-        return [result for result, _ in heard]
-    texts = {text for _, text in failed.values()}
-    wrong_call = all(is_value_error for is_value_error, _ in failed.values())
-    if wrong_call and len(texts) == 1 and len(failed) == comm.world_size:
-        raise ValueError(texts.pop()) from failure
-    message = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in list(failed.items())[:4])
-    message = f"could not {doing}: {message}" + (f"; and {len(failed) - 4} more" if len(failed) > 4 else "")
-    raise (ValueError if wrong_call else CheckpointError)(message) from failure
+_together = partial(together, error=CheckpointError)
 
 
 # ---- saving
@@ -130,7 +108,7 @@ def _write(
             secrets.token_hex(4),
         )
 
-    proposals = _agree(comm, f"save {target}", propose)
+    proposals = _together(comm, f"save {target}", propose)
     temporary = target.with_name(f".tmp-{target.name}-{proposals[0].token}")
     planned: list[tuple[SavePlan, Metadata]] = []
 
@@ -155,9 +133,9 @@ def _write(
             sync_directory(target.parent)
 
     try:
-        _agree(comm, f"save {target}", prepare)
-        results = _agree(comm, f"write {target}", write)
-        _agree(comm, f"commit {target}", commit)
+        _together(comm, f"save {target}", prepare)
+        results = _together(comm, f"write {target}", write)
+        _together(comm, f"commit {target}", commit)
     except (ValueError, CheckpointError):  # agreed: no rank is writing any more
         if comm.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -253,7 +231,7 @@ def load(
         restores.extend(_compare(reader, saved[0], comm=comm, extend_classes=extend_classes, parts=parts))
         return int(reader.about["step"])
 
-    steps = _agree(comm, f"load {path}", prepare)
+    steps = _together(comm, f"load {path}", prepare)
     if len(set(steps)) > 1:
         raise ValueError(f"ranks read different checkpoints: steps {steps}; all ranks must load the same")
     _apply_plain(comm, restores)
@@ -271,8 +249,8 @@ def load(
                 one.apply()
 
     with torch.no_grad():
-        _agree(comm, f"read {path} (the parts are partly overwritten)", read)
-        _agree(comm, f"take over {path} (the parts are partly overwritten)", apply)
+        _together(comm, f"read {path} (the parts are partly overwritten)", read)
+        _together(comm, f"take over {path} (the parts are partly overwritten)", apply)
     extra: dict[str, Any] = from_json(reader.about["extra"], {})
     if comm.rank == 0:
         logger.info("loaded step %d from %s, saved by %d ranks", steps[0], path, reader.about["world_size"])
@@ -331,7 +309,7 @@ def _apply_plain(comm: Communicator, restores: list[Restore]) -> None:
                 one.apply()
 
     try:
-        _agree(comm, "restore the parts", apply)
+        _together(comm, "restore the parts", apply)
     except (ValueError, CheckpointError):
         for live, before in reversed(undo):
             with contextlib.suppress(Exception):  # the one that refused may refuse this too
@@ -375,7 +353,7 @@ class Checkpoints:
                 replace_durably(self.directory / "latest", [f"{path.name}\n".encode()])
                 self._delete_old(path)
 
-        _agree(self.comm, f"move {self.directory / 'latest'} (the checkpoint itself is safe)", tidy)
+        _together(self.comm, f"move {self.directory / 'latest'} (the checkpoint itself is safe)", tidy)
         return path
 
     def steps(self) -> dict[int, Path]:
@@ -402,7 +380,7 @@ class Checkpoints:
 
     def load(self, *, extend_classes: bool = False, **parts: object) -> Resumed | None:
         """Loads the newest checkpoint (see `load`); None if there is none. Rank 0 chooses. A collective call."""
-        newest = _agree(
+        newest = _together(
             self.comm, f"look into {self.directory}", lambda: self.latest() if self.comm.rank == 0 else None
         )[0]
         if newest is None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import tomli_w
 
+from plsc.data.loader import POLICIES
 from plsc.fleet import Strategy
 
 RECIPES = "plsc.recipes"
@@ -40,6 +41,7 @@ class DataConfig:
     channels: int = 3
     num_classes: int = 0  # 0: as many as the data has
     workers: int = 1  # reading processes a rank
+    on_bad_image: str = "redraw"  # another in its place, counted and logged; or "raise"
     flip: bool = True
     crop: int = 0  # random shift of up to this many pixels
     fonts: str = "matplotlib"  # glyphs: or "system", or a folder of fonts
@@ -142,6 +144,7 @@ class Config:
             raise ValueError(f"timeout is {self.timeout}, expected seconds, more than 0")
         if not self.out:
             raise ValueError("out is empty, expected the folder to write into")
+        _one_of("data.on_bad_image", self.data.on_bad_image, POLICIES)
         _one_of("optim.name", self.optim.name, OPTIMIZERS)
         _one_of("optim.schedule", self.optim.schedule, SCHEDULES)
         _one_of("eval.task", self.eval.task, ("verification", "classification", "none"))

@@ -8,9 +8,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from plsc.comm import Communicator
+from plsc.comm import Communicator, together
 from plsc.train.build import Progress
-from plsc.train.checkpoint import _agree as agree
 from plsc.train.config import Config
 from plsc.train.evaluate import VerificationResult
 from plsc.train.export import export_embeddings, export_head_centres, export_onnx, model_digest
@@ -58,7 +57,7 @@ def measure(trainer: Trainer) -> dict[str, Any]:
             (trainer.out / "result.json").write_text(text + "\n", encoding="utf-8")
             draw(trainer.out, trainer.verified)
 
-    agree(trainer.fleet.comm, f"write the results into {trainer.out}", write)
+    together(trainer.fleet.comm, f"write the results into {trainer.out}", write)
     return result
 
 
@@ -87,7 +86,7 @@ def export_run(trainer: Trainer) -> dict[str, Path]:
                 trainer.backbone, paths["onnx"], image_size=config.data.image_size, in_channels=config.data.channels
             )
 
-    agree(comm, f"export {paths['onnx']}", write_model)
+    together(comm, f"export {paths['onnx']}", write_model)
     names = getattr(trainer.data, "class_names", None)
     whole = names is not None and len(names) == trainer.num_classes
     export_head_centres(paths["centres"], trainer.head, digest=digest, class_names=names if whole else None)
@@ -98,7 +97,7 @@ def export_run(trainer: Trainer) -> dict[str, Path]:
             names = [data.name(i) for i in range(len(data))]
             export_embeddings(paths["embeddings"], embeddings, labels=data.labels, digest=digest, names=names)
 
-    agree(comm, f"export {paths['embeddings']}", write_embeddings)
+    together(comm, f"export {paths['embeddings']}", write_embeddings)
     return paths
 
 

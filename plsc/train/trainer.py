@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.comm import Communicator
+from plsc.comm import Communicator, together
 from plsc.data import Dataset, Pairs
 from plsc.fleet import Fleet, NonFiniteLoss
 from plsc.strategies import first_nonfinite, set_lr
 from plsc.train import build
 from plsc.train.checkpoint import Checkpoints
-from plsc.train.checkpoint import _agree as agree
 from plsc.train.config import Config, dump, load_recipe
 from plsc.train.evaluate import VerificationResult, classify, embed, identify, verify
 from plsc.train.metrics_log import MetricsLog
@@ -58,6 +57,7 @@ class Trainer:
             seed=config.seed,
             transform=build.build_transform(config.data),
             workers=config.data.workers,
+            on_bad_image=config.data.on_bad_image,
         )
         if comm.rank > 0:  # rank 0 draws the weights that all get; ranks as threads share torch's generator with it
             comm.barrier()
@@ -116,9 +116,12 @@ class Trainer:
             ended = self.loader.position + self.loader.batch_size > len(self.data)  # no whole batch is left
             every = config.eval.every
             if ended and every and not last and (self.loader.epoch + 1) % every == 0:
+                fleet.meet(self.optimizer)
                 self.evaluate()
                 meter.restart()
-            stop = fleet.any(self._signal is not None)
+            # On a GPU the ranks ask each other at log lines only: every question stops the host.
+            asked = fleet.device.type == "cpu" or last or self.step % config.log_every == 0
+            stop = asked and fleet.any(self._signal is not None)
             if last or stop or (self.step % config.save_every == 0 if config.save_every else ended):
                 self.save()
                 meter.restart()
@@ -174,6 +177,7 @@ class Trainer:
         }
 
     def save(self) -> Path:
+        self.fleet.meet(self.optimizer)
         path = self.checkpoints.save(self.step, extra={"num_classes": self.num_classes}, **self.parts())
         self._last_saved = self.step
         return path
@@ -203,7 +207,7 @@ class Trainer:
                 replace_durably(self.out / "config.toml", [dump(config).encode()])
                 self.log.open(self.step if resumed else 0)
 
-        agree(comm, f"write into {self.out}", open_files)
+        together(comm, f"write into {self.out}", open_files)
         parameters = sum(p.numel() for p in self.backbone.parameters())
         logger.info(
             "%d images, %d classes, %d ranks; %s with %.2f M parameters, head of %d x %d; %d steps of %d images",

@@ -23,7 +23,9 @@ from plsc.comm import (
     CommError,
     Communicator,
     Counting,
+    Hierarchical,
     LocalCommunicator,
+    Ring,
     connect,
     run_ranks,
     world,
@@ -389,6 +391,15 @@ def in_threads(world_size: int) -> None:
     assert run_ranks(world_size, contract) == ["kept"] * world_size
 
 
+def in_hosts(world_size: int) -> None:
+    """Topologies have the face of what they go around."""
+    assert run_ranks(world_size, lambda comm: contract(Hierarchical(comm, hosts=2))) == ["kept"] * world_size
+
+
+def in_a_ring(world_size: int) -> None:
+    assert run_ranks(world_size, lambda comm: contract(Ring(comm))) == ["kept"] * world_size
+
+
 def alone(world_size: int) -> None:
     assert contract(LocalCommunicator("cpu")) == "kept"
 
@@ -396,6 +407,8 @@ def alone(world_size: int) -> None:
 CASES = (
     pytest.param(alone, 1, id="local"),
     *(pytest.param(in_threads, size, id=f"threads-{size}") for size in (1, 2, 3, 4)),
+    pytest.param(in_hosts, 4, id="hierarchical-4"),
+    pytest.param(in_a_ring, 3, id="ring-3"),
     pytest.param("gloo", 3, id="gloo-3-and-2"),
     pytest.param("gloo", 4, id="gloo-4-and-2", marks=pytest.mark.slow),
 )
@@ -417,4 +430,6 @@ if __name__ == "__main__":
     assert world() is this and os.environ["RANK"] == str(this.rank)
     assert this.members == tuple(range(this.world_size))
     contract(this.split([[1, 0], list(range(2, this.world_size))]))  # a world of two, without starting it anew
+    if this.world_size == 4:
+        contract(Hierarchical(this.split([list(range(4))]), hosts=2))
     print(contract(this))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -143,3 +144,15 @@ def test_a_new_backend_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "mine", Mine)
     assert connect("mine") is world()
     assert world().name == "mine"
+
+
+def test_a_port_in_use_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(CommError, match=f"{port}: the port is in use.*choose another MASTER_PORT"):
+            connect("gloo", init_timeout=10.0)

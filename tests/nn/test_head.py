@@ -120,6 +120,28 @@ def test_any_block_and_cache(block: int, cache_mb: float, margin: str) -> None:
     check(2, margin, block=block, cache_mb=cache_mb)
 
 
+@pytest.mark.parametrize("centers", [1, 2])
+@pytest.mark.parametrize("rate", [1.0, 0.4])
+def test_pieces_smaller_than_a_block(monkeypatch: pytest.MonkeyPatch, centers: int, rate: float) -> None:
+    """A CPU passes over a few rows at a time, here over two; gradients and fused updates stay what they are."""
+
+    def rows_of(y: Tensor) -> Tensor:
+        return sample_classes(y, Shard(CLASSES, 0, 1), rate=rate, seed=3, step=0)[0]
+
+    def fused() -> Tensor:
+        head = build(run_ranks(1, lambda comm: comm)[0], nn.ArcFace(), full_weight(centers), block=5, **options)
+        x, y = batch()
+        head(x.requires_grad_(), y).backward()
+        return head.weight.detach().clone()
+
+    options = {"sample_rate": rate, "seed": 3, "head_optimizer": SGD(0.1, momentum=0.9, weight_decay=1e-2)}
+    whole = fused()
+    monkeypatch.setattr("plsc.ops.optim._PIECE_BYTES", 2 * centers * DIM * 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    check(2, "arc", centers=centers, rows_of=rows_of, sample_rate=rate, seed=3, block=5)
+    torch.testing.assert_close(fused(), whole, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("margin", ["arc", "curricular", "mag"])
 def test_sub_centers(world: int, margin: str) -> None:

@@ -42,8 +42,15 @@ CHOICES: dict[str, st.SearchStrategy] = {
     "name": st.sampled_from(OPTIMIZERS),
     "schedule": st.sampled_from(SCHEDULES),
     "task": st.sampled_from(["verification", "classification", "none"]),
+    "on_bad_image": st.sampled_from(["redraw", "raise"]),
     "amp": st.sampled_from(["fp32", "bf16", "fp16"]),
-    "reduce_dtype": st.sampled_from(["fp32", "bf16"]),
+    "reduce_dtype": st.sampled_from(["fp32", "bf16"]),  # fp16 does not go with dgc
+    "reduce_accumulate": st.just("native"),
+    "topology": st.sampled_from(["flat", "ring", "hierarchical:2", "grid:2x3", "auto", "mine.net:Way"]),
+    "compress": st.just("dgc"),
+    "compress_args": st.fixed_dictionaries({}, optional={"density": st.floats(0.01, 1), "masking": st.booleans()}),
+    "local_sgd": st.just(0),
+    "local_sgd_args": st.just({}),
     "out": TEXT.filter(bool),
     "bucket_mb": st.floats(0.5, 100),
     "timeout": st.floats(0.5, 1e6),
@@ -124,6 +131,12 @@ def refused(text: str | bytes, tmp_path: Path) -> str:
         ("[eval]\nbatch_size = 0", ["eval.batch_size is 0, expected at least 1"]),
         ("[strategy]\namp = 'fp8'", ["amp 'fp8', expected one of fp32, bf16, fp16"]),
         ("[strategy]\naccumulate = 0", ["accumulate=0"]),
+        ("[strategy]\ntopology = 'star'", ["topology: got 'star'", "flat, ring, hierarchical"]),
+        (
+            "[strategy]\nlocal_sgd = 4\nlocal_sgd_args = { evry = 1 }",
+            ["local_sgd_args: unknown 'evry'", "every, begin"],
+        ),
+        ("[strategy]\ncompress = 'dgc'\nlocal_sgd = 8", ["do not go together", "DGC sends gradients in every step"]),
     ],
 )
 def test_what_is_wrong_is_named(text: str | bytes, words: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+// Slabs and index blocks from mmap, huge pages asked for; see arena.h.
+#include "arena.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <system_error>
+
+namespace plsc {
+namespace {
+
+constexpr size_t kHuge = size_t{2} << 20;
+constexpr size_t kLargestRegion = size_t{64} << 20;
+
+size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
+// Anonymous memory that starts on a huge page: asks for one more and gives the ends back.
+char* map_huge(size_t size) {
+  void* got = mmap(nullptr, size + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (got == MAP_FAILED) throw std::bad_alloc();
+  char* const start = static_cast<char*>(got);
+  char* const aligned = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(start), kHuge));
+  if (aligned > start) munmap(start, static_cast<size_t>(aligned - start));
+  const size_t tail = kHuge - static_cast<size_t>(aligned - start);
+  if (tail > 0) munmap(aligned + size, tail);
+#ifdef MADV_HUGEPAGE
+  madvise(aligned, size, MADV_HUGEPAGE);  // advice: a refusal costs speed only
+#endif
+  return aligned;
+}
+
+int nameless_file(const std::string& directory) {
+#ifdef O_TMPFILE
+  const int file = open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (file >= 0) return file;
+  if (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT) fail("cannot make the arena's file");
+#endif
+  std::string name = directory + "/plsc-arena-XXXXXX";
+  const int named = mkstemp(name.data());
+  if (named < 0) fail("cannot make the arena's file");
+  unlink(name.c_str());
+  return named;
+}
+
+}  // namespace
+
+Block::Block(size_t bytes) : size_(bytes) {
+  if (bytes >= kHuge) {
+    size_ = round_up(bytes, 4096);
+    data_ = map_huge(size_);
+  } else {
+    data_ = std::calloc(1, bytes);
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+}
+
+Block::~Block() {
+  if (data_ == nullptr) return;
+  if (size_ >= kHuge) {
+    munmap(data_, size_);
+  } else {
+    std::free(data_);
+  }
+}
+
+Arena::Arena(size_t slab_bytes, const std::string& directory) : slab_bytes_(slab_bytes) {
+  if (!directory.empty()) file_ = nameless_file(directory);
+}
+
+Arena::~Arena() {
+  for (const Region& region : regions_) munmap(region.data, region.size);
+  if (file_ >= 0) close(file_);
+}
+
+char* Arena::slab() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (regions_.empty() || used_ + slab_bytes_ > regions_.back().size) grow();
+  char* const slab = regions_.back().data + used_;
+  used_ += slab_bytes_;
+  return slab;
+}
+
+void Arena::grow() {
+  const size_t wanted = regions_.empty() ? kHuge : std::min(kLargestRegion, 2 * regions_.back().size);
+  const size_t size = round_up(std::max(wanted, slab_bytes_), kHuge);
+  const size_t offset = bytes_.load(std::memory_order_relaxed);
+  regions_.reserve(regions_.size() + 1);
+  char* data;
+  if (file_ < 0) {
+    data = map_huge(size);
+  } else {
+    const int error = posix_fallocate(file_, static_cast<off_t>(offset), static_cast<off_t>(size));
+    if (error != 0) {
+      // A part may have been reserved: give it back, so that a smaller table can go on.
+      if (ftruncate(file_, static_cast<off_t>(offset)) != 0) errno = 0;
+      throw std::system_error(error, std::generic_category(), "no room for more rows in the arena's file");
+    }
+    void* got = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file_, static_cast<off_t>(offset));
+    if (got == MAP_FAILED) fail("cannot map the arena's file");
+    data = static_cast<char*>(got);
+    madvise(data, size, MADV_RANDOM);  // rows are read singly: reading around a fault would read for nothing
+  }
+  regions_.push_back({data, size});
+  used_ = 0;
+  bytes_.store(offset + size, std::memory_order_relaxed);
+}
+
+}  // namespace plsc

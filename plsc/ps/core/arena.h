@@ -1,0 +1,64 @@
+// Memory that never moves: regions from the system, cut into slabs of equal size; in RAM or in a nameless file.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace plsc {
+
+// Zeroed memory for an index: from malloc while small, from the system on huge pages once large. Owns what it holds.
+class Block {
+ public:
+  Block() = default;
+  explicit Block(size_t bytes);
+  Block(Block&& other) noexcept { swap(other); }
+  Block& operator=(Block&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~Block();
+  void* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  void swap(Block& other) {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+  }
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// Hands out slabs; they live as long as the arena. Thread-safe.
+class Arena {
+ public:
+  // `directory` empty: RAM. Else the slabs are pages of a file on that directory's disk, which has no name and goes
+  // with the arena. Room on the disk is reserved before a slab is handed out, so a full disk is an exception here.
+  Arena(size_t slab_bytes, const std::string& directory);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  char* slab();
+  size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
+  bool in_file() const { return file_ >= 0; }
+
+ private:
+  struct Region {
+    char* data;
+    size_t size;
+  };
+  void grow();
+
+  const size_t slab_bytes_;
+  int file_ = -1;
+  std::mutex mutex_;
+  std::vector<Region> regions_;
+  size_t used_ = 0;  // of the last region
+  std::atomic<size_t> bytes_{0};
+};
+
+}  // namespace plsc

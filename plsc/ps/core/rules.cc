@@ -1,0 +1,313 @@
+// The rules' arithmetic; see rules.h. Loops are written for the compiler's vectoriser, dimensions 8 to 64 at fixed length.
+#include "rules.h"
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "bits.h"
+
+namespace plsc {
+namespace {
+
+constexpr int kBiasSteps = 4096;
+
+bool finite(const float* g, int dim) {
+  uint32_t bad = 0;
+  for (int d = 0; d < dim; ++d) bad |= static_cast<uint32_t>((bits_of(g[d]) & 0x7F800000u) == 0x7F800000u);
+  return bad == 0;
+}
+
+// torch.optim.SGD.
+struct Sgd {
+  static void step(const RowSpec&, float lr, float* __restrict w, float*, const float* __restrict g, int dim) {
+    for (int d = 0; d < dim; ++d) w[d] -= lr * g[d];
+  }
+};
+
+// torch.optim.SGD with momentum, no dampening; a buffer of zeros gives its first step too.
+struct Momentum {
+  static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
+                   int dim) {
+    const float m = spec.rule.momentum;
+    for (int d = 0; d < dim; ++d) {
+      s[d] = m * s[d] + g[d];
+      w[d] -= lr * s[d];
+    }
+  }
+};
+
+// torch.optim.Adagrad (Duchi et al. 2011).
+struct Adagrad {
+  static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
+                   int dim) {
+    const float eps = spec.rule.eps;
+    for (int d = 0; d < dim; ++d) {
+      s[d] += g[d] * g[d];
+      w[d] -= lr * g[d] / (std::sqrt(s[d]) + eps);
+    }
+  }
+};
+
+// One sum a row, of the mean square of the gradient (row-wise Adagrad, as FBGEMM defines it).
+struct RowAdagrad {
+  static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
+                   int dim) {
+    float sum = 0.0f;
+    for (int d = 0; d < dim; ++d) sum += g[d] * g[d];
+    s[0] += sum / static_cast<float>(dim);
+    const float rate = lr / (std::sqrt(s[0]) + spec.rule.eps);
+    for (int d = 0; d < dim; ++d) w[d] -= rate * g[d];
+  }
+};
+
+// torch.optim.Adam (Kingma and Ba 2015) with a step count of the row's own: rows without a gradient stand still.
+struct Adam {
+  static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
+                   int dim) {
+    float* const m = s;
+    float* const v = s + dim;
+    float* const count = s + 2 * dim;
+    if (*count < 16777215.0f) *count += 1.0f;  // floats count no further; the corrections are 1 long before
+    const float t = *count;
+    float first, second;
+    if (t < kBiasSteps) {
+      first = spec.bias.first[static_cast<size_t>(t)];
+      second = spec.bias.second[static_cast<size_t>(t)];
+    } else {
+      first = static_cast<float>(1.0 / (1.0 - std::pow(static_cast<double>(spec.rule.beta1), t)));
+      second = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(static_cast<double>(spec.rule.beta2), t)));
+    }
+    const float b1 = 1.0f - spec.rule.beta1, b2 = spec.rule.beta2, rest2 = 1.0f - spec.rule.beta2;
+    const float rate = lr * first, eps = spec.rule.eps;
+    for (int d = 0; d < dim; ++d) {
+      m[d] += b1 * (g[d] - m[d]);
+      v[d] = b2 * v[d] + rest2 * g[d] * g[d];
+      w[d] -= rate * m[d] / (std::sqrt(v[d]) * second + eps);
+    }
+  }
+};
+
+// FTRL-proximal, per coordinate (McMahan et al. 2013, algorithm 1): alpha is the learning rate.
+struct Ftrl {
+  static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
+                   int dim) {
+    float* const z = s;
+    float* const n = s + dim;
+    const float l1 = spec.rule.l1, l2 = spec.rule.l2, beta = spec.rule.beta;
+    for (int d = 0; d < dim; ++d) {
+      const float next = n[d] + g[d] * g[d];
+      const float root = std::sqrt(next);
+      z[d] += g[d] - (root - std::sqrt(n[d])) / lr * w[d];
+      n[d] = next;
+      const float shrunk = std::fabs(z[d]) - l1;
+      w[d] = shrunk > 0.0f ? -std::copysign(shrunk, z[d]) / ((beta + root) / lr + l2) : 0.0f;
+    }
+  }
+};
+
+// Weight decay, then clipping by norm, then by value; into `out`.
+void prepare(const RuleOptions& rule, const float* w, const float* g, float* out, int dim) {
+  for (int d = 0; d < dim; ++d) out[d] = g[d] + rule.weight_decay * w[d];
+  if (rule.clip_norm > 0.0f) {
+    double sum = 0.0;
+    for (int d = 0; d < dim; ++d) sum += static_cast<double>(out[d]) * out[d];
+    const double norm = std::sqrt(sum);
+    if (norm > rule.clip_norm) {
+      const float factor = static_cast<float>(rule.clip_norm / norm);
+      for (int d = 0; d < dim; ++d) out[d] *= factor;
+    }
+  }
+  if (rule.clip_value > 0.0f) {
+    for (int d = 0; d < dim; ++d) out[d] = std::fmin(std::fmax(out[d], -rule.clip_value), rule.clip_value);
+  }
+}
+
+template <class Rule, int kDim>
+bool update(const RowSpec& spec, float lr, char* row, const float* grad, float* scratch) {
+  const Layout& layout = spec.layout;
+  const int dim = kDim > 0 ? kDim : layout.dim;
+  if (!finite(grad, dim)) return false;
+  const bool direct = layout.dtype == Dtype::fp32;
+  float* const value = direct ? reinterpret_cast<float*>(row) : scratch;
+  if (!direct) read_value(layout, row, value);
+  const RuleOptions& rule = spec.rule;
+  if (rule.weight_decay != 0.0f || rule.clip_norm > 0.0f || rule.clip_value > 0.0f) {
+    prepare(rule, value, grad, scratch + dim, dim);
+    grad = scratch + dim;
+  }
+  Rule::step(spec, lr, value, reinterpret_cast<float*>(row + layout.state_at), grad, dim);
+  if (!direct) write_value(layout, row, value);
+  return true;
+}
+
+template <class Rule>
+Update by_dim(int dim) {
+  switch (dim) {
+    case 8:
+      return update<Rule, 8>;
+    case 16:
+      return update<Rule, 16>;
+    case 32:
+      return update<Rule, 32>;
+    case 64:
+      return update<Rule, 64>;
+    default:
+      return update<Rule, 0>;
+  }
+}
+
+int state_floats(const RuleOptions& rule, int dim) {
+  switch (rule.kind) {
+    case RuleKind::sgd:
+      return 0;
+    case RuleKind::momentum:
+    case RuleKind::adagrad:
+      return dim;
+    case RuleKind::row_adagrad:
+      return 1;
+    case RuleKind::adam:
+      return 2 * dim + 1;
+    case RuleKind::ftrl:
+      return 2 * dim;
+    case RuleKind::custom:
+      return rule.custom_state;
+  }
+  throw std::invalid_argument("unknown rule");
+}
+
+}  // namespace
+
+void BiasCorrection::fill(double beta1, double beta2) {
+  first.assign(kBiasSteps, 1.0f);
+  second.assign(kBiasSteps, 1.0f);
+  for (int t = 1; t < kBiasSteps; ++t) {
+    first[static_cast<size_t>(t)] = static_cast<float>(1.0 / (1.0 - std::pow(beta1, t)));
+    second[static_cast<size_t>(t)] = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, t)));
+  }
+}
+
+RowSpec make_spec(int dim, Dtype dtype, const RuleOptions& rule, Init init, float init_scale, uint64_t seed,
+                  bool counters) {
+  RowSpec spec;
+  spec.rule = rule;
+  if (rule.kind == RuleKind::adam) spec.bias.fill(rule.beta1, rule.beta2);
+  spec.init = init;
+  spec.init_scale = init_scale;
+  spec.seed = seed;
+  Layout& layout = spec.layout;
+  layout.dim = dim;
+  layout.dtype = dtype;
+  layout.state = state_floats(rule, dim);
+  layout.counters = counters;
+  const size_t value_bytes = static_cast<size_t>(dim) * (dtype == Dtype::fp32 ? 4 : 2);
+  layout.state_at = (value_bytes + 3) / 4 * 4;
+  layout.counters_at = layout.state_at + 4 * static_cast<size_t>(layout.state);
+  layout.stride = layout.counters_at + (counters ? 8 : 0);
+  return spec;
+}
+
+Update update_of(const RowSpec& spec) {
+  const int dim = spec.layout.dim;
+  switch (spec.rule.kind) {
+    case RuleKind::sgd:
+      return by_dim<Sgd>(dim);
+    case RuleKind::momentum:
+      return by_dim<Momentum>(dim);
+    case RuleKind::adagrad:
+      return by_dim<Adagrad>(dim);
+    case RuleKind::row_adagrad:
+      return by_dim<RowAdagrad>(dim);
+    case RuleKind::adam:
+      return by_dim<Adam>(dim);
+    case RuleKind::ftrl:
+      return by_dim<Ftrl>(dim);
+    case RuleKind::custom:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+void read_value(const Layout& layout, const char* row, float* out) {
+  const int dim = layout.dim;
+  const auto* half = reinterpret_cast<const uint16_t*>(row);
+  switch (layout.dtype) {
+    case Dtype::fp32:
+      std::memcpy(out, row, 4 * static_cast<size_t>(dim));
+      return;
+    case Dtype::fp16:
+      for (int d = 0; d < dim; ++d) out[d] = from_fp16(half[d]);
+      return;
+    case Dtype::bf16:
+      for (int d = 0; d < dim; ++d) out[d] = from_bf16(half[d]);
+      return;
+  }
+}
+
+void write_value(const Layout& layout, char* row, const float* value) {
+  const int dim = layout.dim;
+  auto* half = reinterpret_cast<uint16_t*>(row);
+  switch (layout.dtype) {
+    case Dtype::fp32:
+      std::memcpy(row, value, 4 * static_cast<size_t>(dim));
+      return;
+    case Dtype::fp16:
+      for (int d = 0; d < dim; ++d) half[d] = to_fp16(value[d]);
+      return;
+    case Dtype::bf16:
+      for (int d = 0; d < dim; ++d) half[d] = to_bf16(value[d]);
+      return;
+  }
+}
+
+void initial_value(const RowSpec& spec, uint64_t key, float* out) {
+  const int dim = spec.layout.dim;
+  const uint64_t stream = stream_of(spec.seed, key);
+  for (int d = 0; d < dim; ++d) {
+    const auto i = static_cast<uint64_t>(d);
+    switch (spec.init) {
+      case Init::zeros:
+        out[d] = 0.0f;
+        break;
+      case Init::constant:
+        out[d] = spec.init_scale;
+        break;
+      case Init::uniform:
+        out[d] = (2.0f * uniform01(stream, i) - 1.0f) * spec.init_scale;
+        break;
+      case Init::normal:
+        out[d] = normal01(stream, i) * spec.init_scale;
+        break;
+    }
+  }
+  // A reader who does not create the row must see what it would hold.
+  if (spec.layout.dtype == Dtype::fp16) {
+    for (int d = 0; d < dim; ++d) out[d] = from_fp16(to_fp16(out[d]));
+  } else if (spec.layout.dtype == Dtype::bf16) {
+    for (int d = 0; d < dim; ++d) out[d] = from_bf16(to_bf16(out[d]));
+  }
+}
+
+void give_birth(const RowSpec& spec, uint64_t key, char* row, float* scratch) {
+  initial_value(spec, key, scratch);
+  write_value(spec.layout, row, scratch);
+  initial_state(spec, scratch, row);
+}
+
+void initial_state(const RowSpec& spec, const float* value, char* row) {
+  const Layout& layout = spec.layout;
+  auto* const state = reinterpret_cast<float*>(row + layout.state_at);
+  std::memset(state, 0, layout.stride - layout.state_at);
+  const RuleKind kind = spec.rule.kind;
+  if (kind == RuleKind::adagrad || kind == RuleKind::row_adagrad) {
+    for (int d = 0; d < layout.state; ++d) state[d] = spec.rule.initial;
+  } else if (kind == RuleKind::ftrl) {
+    // FTRL's value is a function of (z, n); `initial` carries the learning rate that inverts it at n = 0.
+    const float scale = spec.rule.beta / spec.rule.initial + spec.rule.l2;
+    for (int d = 0; d < layout.dim; ++d) {
+      if (value[d] != 0.0f) state[d] = -std::copysign(std::fabs(value[d]) * scale + spec.rule.l1, value[d]);
+    }
+  }
+}
+
+}  // namespace plsc

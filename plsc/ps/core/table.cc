@@ -1,0 +1,573 @@
+// Batches on the sparse table: keys sorted by stripe, each stripe locked once, memory fetched ahead; see table.h.
+#include "table.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <set>
+#include <stdexcept>
+
+#include "bits.h"
+
+namespace plsc {
+namespace {
+
+constexpr size_t kChunk = 65536;          // keys worked on at a time: their scratch stays in the cache
+constexpr size_t kSlabBytes = 64 << 10;   // about
+constexpr uint64_t kFirstCapacity = 16;
+constexpr uint64_t kAhead = 12;           // keys whose slots, rows whose lines, are on their way
+
+// A slot's home: hashes keep their order, so an index of any size can be regrown in one sweep.
+uint64_t home(uint64_t hash, uint64_t capacity) { return scale_to(hash, capacity); }
+
+void prefetch_row(const char* row, size_t bytes) {
+  const size_t most = std::min<size_t>(bytes, 512);
+  for (size_t at = 0; at < most; at += 64) __builtin_prefetch(row + at, 1, 3);
+}
+
+// A fork while another thread holds a lock would leave it locked in the child for ever: every table is emptied of
+// callers around a fork.
+struct Registry {
+  std::mutex mutex;
+  std::set<Table*> tables;
+};
+
+Registry& registry() {
+  static Registry* const all = new Registry;  // outlives every table
+  return *all;
+}
+
+void before_fork() {
+  registry().mutex.lock();
+  for (Table* table : registry().tables) table->gate().enter_alone();
+}
+
+void after_fork_parent() {
+  for (Table* table : registry().tables) table->gate().leave_alone();
+  registry().mutex.unlock();
+}
+
+void after_fork_child() {
+  // The thread has another id here, so what it holds is not unlocked but made anew.
+  for (Table* table : registry().tables) new (&table->gate()) Gate;
+  new (&registry().mutex) std::mutex;
+}
+
+void enroll(Table* table) {
+  static const int installed = pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+  (void)installed;
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().tables.insert(table);
+}
+
+class Inside {
+ public:
+  explicit Inside(Gate& gate) : gate_(gate) { gate_.enter(); }
+  ~Inside() { gate_.leave(); }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+ private:
+  Gate& gate_;
+};
+
+class Alone {
+ public:
+  explicit Alone(Gate& gate) : gate_(gate) { gate_.enter_alone(); }
+  ~Alone() { gate_.leave_alone(); }
+  Alone(const Alone&) = delete;
+  Alone& operator=(const Alone&) = delete;
+
+ private:
+  Gate& gate_;
+};
+
+}  // namespace
+
+struct Table::Scratch {
+  struct Item {
+    uint64_t key;
+    uint64_t at;  // in the batch
+  };
+  std::vector<Item> items;  // sorted by stripe
+  std::vector<uint32_t> start, late;
+  std::vector<char*> rows;
+  std::vector<float> floats;
+};
+
+Table::Scratch& Table::scratch() {
+  static thread_local Scratch mine;
+  return mine;
+}
+
+Table::Table(const TableOptions& options)
+    : options_(options),
+      spec_(make_spec(options.dim, options.dtype, options.rule, options.init, options.init_scale, options.seed,
+                      options.counters)),
+      update_(update_of(spec_)) {
+  if (options.dim < 1 || options.stripes < 1 || (options.stripes & (options.stripes - 1)) != 0)
+    throw std::invalid_argument("dim must be positive, stripes a power of two");
+  size_t rows = 8;
+  while (2 * rows * spec_.layout.stride <= kSlabBytes) rows *= 2;
+  while ((size_t{1} << slab_shift_) < rows) ++slab_shift_;
+  slab_mask_ = static_cast<uint32_t>(rows - 1);
+  arena_ = std::make_unique<Arena>((rows * spec_.layout.stride + 63) / 64 * 64, options.arena);
+  stripe_mask_ = static_cast<uint64_t>(options.stripes - 1);
+  quota_ = options.max_rows / static_cast<uint64_t>(options.stripes);
+  const bool counts = options.admit_after > 1;
+  for (int i = 0; i < options.stripes; ++i) {
+    stripes_.push_back(std::make_unique<Stripe>());
+    if (counts) stripes_.back()->sketch.resize(options.sketch_bytes / static_cast<size_t>(options.stripes) + 1);
+  }
+  enroll(this);
+}
+
+Table::~Table() {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().tables.erase(this);
+}
+
+Slot* Table::find(Stripe& stripe, uint64_t key, uint64_t hash) const {
+  if (stripe.capacity == 0) return nullptr;
+  uint64_t at = home(hash, stripe.capacity);
+  while (stripe.slots[at].row != 0) {
+    if (stripe.slots[at].key == key) return &stripe.slots[at];
+    if (++at == stripe.capacity) at = 0;
+  }
+  return nullptr;
+}
+
+// The key is not there. Whatever can fail is done before the index changes.
+Slot* Table::insert(Stripe& stripe, uint64_t key, uint64_t hash, Scratch& s) {
+  if ((stripe.count + 1) * 5 > stripe.capacity * 4) grow(stripe);
+  uint32_t row;
+  if (!stripe.free_rows.empty()) {
+    row = stripe.free_rows.back();
+    stripe.free_rows.pop_back();
+  } else {
+    if (stripe.rows == std::numeric_limits<uint32_t>::max()) throw std::length_error("a stripe is full; use more stripes");
+    row = stripe.rows;
+    if ((row >> slab_shift_) == stripe.slabs.size()) {
+      stripe.slabs.reserve(stripe.slabs.size() + 1 + stripe.slabs.size() / 2);
+      stripe.slabs.push_back(arena_->slab());
+    }
+    ++stripe.rows;
+  }
+  give_birth(spec_, key, row_at(stripe, row), s.floats.data());
+  uint64_t at = home(hash, stripe.capacity);
+  while (stripe.slots[at].row != 0) {
+    if (++at == stripe.capacity) at = 0;
+  }
+  stripe.slots[at] = {key, row + 1, clock_.load(std::memory_order_relaxed)};
+  ++stripe.count;
+  return &stripe.slots[at];
+}
+
+void Table::grow(Stripe& stripe) {
+  const uint64_t capacity = std::max(kFirstCapacity, stripe.capacity + stripe.capacity / 2);
+  Block block(capacity * sizeof(Slot));
+  auto* const slots = static_cast<Slot*>(block.data());
+  for (uint64_t i = 0; i < stripe.capacity; ++i) {
+    if (stripe.slots[i].row == 0) continue;
+    uint64_t at = home(mix(stripe.slots[i].key), capacity);
+    while (slots[at].row != 0) {
+      if (++at == capacity) at = 0;
+    }
+    slots[at] = stripe.slots[i];
+  }
+  stripe.slots_block = std::move(block);
+  stripe.slots = slots;
+  stripe.capacity = capacity;
+}
+
+// Takes a slot out and moves later ones of its run back over it, so that no probe meets a gap.
+void Table::remove(Stripe& stripe, uint64_t position) {
+  Slot* const slots = stripe.slots;
+  const uint64_t capacity = stripe.capacity;
+  stripe.free_rows.push_back(slots[position].row - 1);
+  uint64_t hole = position, at = position;
+  for (;;) {
+    if (++at == capacity) at = 0;
+    if (slots[at].row == 0) break;
+    const uint64_t wants = home(mix(slots[at].key), capacity);
+    const bool stays = hole <= at ? (hole < wants && wants <= at) : (hole < wants || wants <= at);
+    if (stays) continue;
+    slots[hole] = slots[at];
+    hole = at;
+  }
+  slots[hole].row = 0;
+  --stripe.count;
+}
+
+// Counts a key that has no row; true once it may have one.
+bool Table::admits(Stripe& stripe, uint64_t key, uint64_t hash) {
+  if (options_.admit_probability < 1.0f) {
+    const float draw = uniform01(stream_of(options_.seed ^ 0x5DEECE66Dull, key), stripe.sightings++);
+    if (draw >= options_.admit_probability) return false;
+  }
+  if (options_.admit_after <= 1) return true;
+  uint8_t& a = stripe.sketch[scale_to(mix(hash + kGolden), stripe.sketch.size())];
+  uint8_t& b = stripe.sketch[scale_to(mix(hash + 2 * kGolden), stripe.sketch.size())];
+  const uint8_t least = std::min(a, b);  // conservative count-min: only the smaller one is raised
+  const auto next = static_cast<uint8_t>(least < 255 ? least + 1 : 255);
+  a = std::max(a, next);
+  b = std::max(b, next);
+  return next >= options_.admit_after;
+}
+
+template <class Visit>
+bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, Scratch& s, Visit& visit) {
+  const size_t stripes = stripes_.size();
+  s.start.assign(stripes + 1, 0);
+  for (size_t i = 0; i < n; ++i) ++s.start[(mix(keys[i]) & stripe_mask_) + 1];
+  for (size_t k = 0; k < stripes; ++k) s.start[k + 1] += s.start[k];
+  for (size_t i = 0; i < n; ++i) s.items[s.start[mix(keys[i]) & stripe_mask_]++] = {keys[i], i};
+  // Filling moved every start to its stripe's end, which is the next one's beginning.
+  const auto begin_of = [&](size_t k) { return k == 0 ? 0u : s.start[k - 1]; };
+
+  bool over = false;
+  uint64_t born = 0, turned_away = 0;
+  const uint32_t now = clock_.load(std::memory_order_relaxed);
+  const auto group = [&](size_t k) {
+    Stripe& stripe = *stripes_[k];
+    const uint32_t begin = begin_of(k), end = s.start[k];
+    for (uint32_t j = begin; j < end; ++j) {
+      if (j + kAhead < end && stripe.capacity > 0) {
+        __builtin_prefetch(&stripe.slots[home(mix(s.items[j + kAhead].key), stripe.capacity)], 0, 3);
+      }
+      const uint64_t key = s.items[j].key, hash = mix(key);
+      char*& row = s.rows[options_.locked ? j : s.items[j].at];
+      Slot* slot = find(stripe, key, hash);
+      if (slot == nullptr && missing != Missing::skip) {
+        if (missing == Missing::create || admits(stripe, key, hash)) {
+          slot = insert(stripe, key, hash, s);
+          rows_.fetch_add(1, std::memory_order_relaxed);
+          ++born;
+        } else {
+          ++turned_away;
+        }
+      }
+      if (slot == nullptr) {
+        row = nullptr;
+      } else {
+        if (touch) slot->seen = now;
+        row = row_at(stripe, slot->row - 1);
+      }
+    }
+    over = over || over_quota(stripe);
+    if (!options_.locked) return;
+    for (uint32_t j = begin; j < end; ++j) {
+      if (j + kAhead < end) {
+        if (s.rows[j + kAhead] != nullptr) prefetch_row(s.rows[j + kAhead], spec_.layout.stride);
+        visit.ahead(s.items[j + kAhead].at);
+      }
+      visit(s.items[j].at, s.rows[j]);
+    }
+  };
+
+  // Stripes that another thread holds are left for later.
+  s.late.clear();
+  for (size_t k = 0; k < stripes; ++k) {
+    if (begin_of(k) == s.start[k]) continue;
+    std::unique_lock<std::mutex> lock(stripes_[k]->mutex, std::try_to_lock);
+    if (lock.owns_lock()) {
+      group(k);
+    } else {
+      s.late.push_back(static_cast<uint32_t>(k));
+    }
+  }
+  for (const uint32_t k : s.late) {
+    const std::lock_guard<std::mutex> lock(stripes_[k]->mutex);
+    group(k);
+  }
+  born_.fetch_add(born, std::memory_order_relaxed);
+  unadmitted_.fetch_add(turned_away, std::memory_order_relaxed);
+  if (options_.locked) return over;
+  // Hogwild: rows do not move, so their floats are reached without a lock, in the order of the batch.
+  for (size_t i = 0; i < n; ++i) {
+    if (i + kAhead < n && s.rows[i + kAhead] != nullptr) prefetch_row(s.rows[i + kAhead], spec_.layout.stride);
+    visit(i, s.rows[i]);
+  }
+  return over;
+}
+
+// A visitor of one chunk as one of the whole batch; `beside` is what it reads or writes there, fetched ahead as well.
+template <class Visit>
+struct Table::Shifted {
+  Visit& visit;
+  size_t done;
+  float* floats;
+  const void* beside;
+  size_t bytes;
+
+  void operator()(size_t i, char* row) { visit(done + i, row, floats); }
+  void ahead(size_t i) const {
+    const char* const start = static_cast<const char*>(beside) + (done + i) * bytes;
+    for (size_t at = 0; at < std::min<size_t>(bytes, 256); at += 64) __builtin_prefetch(start + at, 0, 3);
+  }
+};
+
+// Calls visit(position, row or null, floats) for every key, the positions of one key in order. `beside`: an array of
+// beside_bytes a key that the visits go to (may be null, with 0 bytes).
+template <class Visit>
+void Table::batch(const uint64_t* keys, size_t n, Missing missing, bool touch, const void* beside, size_t beside_bytes,
+                  Visit visit) {
+  Scratch& s = scratch();
+  const size_t most = std::min(n, kChunk);
+  if (s.items.size() < most) {
+    s.items.resize(most);
+    s.rows.resize(most);
+  }
+  const size_t floats = 2 * static_cast<size_t>(spec_.layout.dim);
+  if (s.floats.size() < floats) s.floats.resize(floats);
+  for (size_t done = 0; done < n; done += kChunk) {
+    const size_t count = std::min(kChunk, n - done);
+    bool over = false;
+    {
+      const Inside inside(gate_);
+      Shifted<Visit> shifted{visit, done, s.floats.data(), beside, beside_bytes};
+      over = chunk(keys + done, count, missing, touch, s, shifted);
+    }
+    if (over) {
+      const Alone alone(gate_);
+      for (auto& stripe : stripes_) {
+        if (over_quota(*stripe)) trim(*stripe);
+      }
+    }
+  }
+}
+
+void Table::pull(const uint64_t* keys, size_t n, float* out, bool create) {
+  const auto dim = static_cast<size_t>(spec_.layout.dim);
+  const bool admission = options_.admit_after > 1 || options_.admit_probability < 1.0f;
+  const bool plain16 = dim == 16 && spec_.layout.dtype == Dtype::fp32;
+  // With admission, rows are born by pushes: else a pull and its push would count one sighting twice.
+  const Missing missing = create && !admission ? Missing::create : Missing::skip;
+  batch(keys, n, missing, false, out, 4 * dim, [&](size_t i, const char* row, float*) {
+    if (row == nullptr) {
+      initial_value(spec_, keys[i], out + i * dim);
+    } else if (plain16) {
+      std::memcpy(out + i * 16, row, 64);
+    } else {
+      read_value(spec_.layout, row, out + i * dim);
+    }
+  });
+}
+
+uint64_t Table::push(const uint64_t* keys, size_t n, const float* grads, const float* shows, const float* clicks,
+                     float lr) {
+  if (update_ == nullptr) throw std::logic_error("a custom rule's rows are gathered, stepped and scattered");
+  clock_.fetch_add(1, std::memory_order_relaxed);
+  const auto dim = static_cast<size_t>(spec_.layout.dim);
+  uint64_t refused = 0;
+  batch(keys, n, Missing::admit, true, grads, 4 * dim, [&](size_t i, char* row, float* floats) {
+    if (row == nullptr) return;
+    if (!update_(spec_, lr, row, grads + i * dim, floats)) {
+      ++refused;
+      return;
+    }
+    if (spec_.layout.counters) {
+      auto* const counters = reinterpret_cast<float*>(row + spec_.layout.counters_at);
+      counters[0] += shows == nullptr ? 1.0f : shows[i];
+      if (clicks != nullptr) counters[1] += clicks[i];
+    }
+  });
+  refused_.fetch_add(refused, std::memory_order_relaxed);
+  return refused;
+}
+
+void Table::gather(const uint64_t* keys, size_t n, float* values, float* state) {
+  const auto dim = static_cast<size_t>(spec_.layout.dim);
+  const auto width = static_cast<size_t>(spec_.layout.state);
+  std::vector<char> newborn(spec_.layout.stride);
+  clock_.fetch_add(1, std::memory_order_relaxed);
+  batch(keys, n, Missing::admit, true, values, 4 * dim, [&](size_t i, const char* row, float* floats) {
+    if (row == nullptr) {
+      give_birth(spec_, keys[i], newborn.data(), floats);
+      row = newborn.data();
+    }
+    read_value(spec_.layout, row, values + i * dim);
+    if (state != nullptr && width > 0) std::memcpy(state + i * width, row + spec_.layout.state_at, 4 * width);
+  });
+}
+
+void Table::scatter(const uint64_t* keys, size_t n, const float* values, const float* state, bool only_present) {
+  const auto dim = static_cast<size_t>(spec_.layout.dim);
+  const auto width = static_cast<size_t>(spec_.layout.state);
+  batch(keys, n, only_present ? Missing::skip : Missing::create, true, values, 4 * dim, [&](size_t i, char* row, float*) {
+    if (row == nullptr) return;
+    write_value(spec_.layout, row, values + i * dim);
+    if (state == nullptr) {
+      initial_state(spec_, values + i * dim, row);
+    } else if (width > 0) {
+      std::memcpy(row + spec_.layout.state_at, state + i * width, 4 * width);
+    }
+  });
+}
+
+void Table::restore(const uint64_t* keys, size_t n, const char* seen, const char* rows) {
+  const size_t stride = spec_.layout.stride;
+  batch(keys, n, Missing::create, false, rows, stride,
+        [&](size_t i, char* row, float*) { std::memcpy(row, rows + stride * i, stride); });
+  for (size_t i = 0; i < n; ++i) {
+    const uint64_t hash = mix(keys[i]);
+    Stripe& stripe = stripe_of(hash);
+    const std::lock_guard<std::mutex> lock(stripe.mutex);
+    if (Slot* const slot = find(stripe, keys[i], hash)) std::memcpy(&slot->seen, seen + 4 * i, 4);
+  }
+}
+
+void Table::read_counters(const uint64_t* keys, size_t n, float* out) {
+  batch(keys, n, Missing::skip, false, nullptr, 0, [&](size_t i, const char* row, float*) {
+    if (row == nullptr || !spec_.layout.counters) {
+      out[2 * i] = out[2 * i + 1] = 0.0f;
+    } else {
+      std::memcpy(out + 2 * i, row + spec_.layout.counters_at, 8);
+    }
+  });
+}
+
+void Table::contains(const uint64_t* keys, size_t n, uint8_t* out) {
+  batch(keys, n, Missing::skip, false, nullptr, 0, [&](size_t i, const char* row, float*) { out[i] = row != nullptr; });
+}
+
+uint64_t Table::erase(const uint64_t* keys, size_t n) {
+  uint64_t erased = 0;
+  const Alone alone(gate_);  // nobody holds a pointer to a row that goes
+  for (size_t i = 0; i < n; ++i) {
+    const uint64_t hash = mix(keys[i]);
+    Stripe& stripe = stripe_of(hash);
+    const Slot* slot = find(stripe, keys[i], hash);
+    if (slot == nullptr) continue;
+    remove(stripe, static_cast<uint64_t>(slot - stripe.slots));
+    ++erased;
+  }
+  rows_.fetch_sub(erased, std::memory_order_relaxed);
+  evicted_.fetch_add(erased, std::memory_order_relaxed);
+  return erased;
+}
+
+uint64_t Table::remove_where(Stripe& stripe, const std::function<bool(const Slot&, const char*)>& goes) {
+  // Removing moves slots back, past the one looked at: keys are collected first.
+  std::vector<uint64_t> keys;
+  for (uint64_t at = 0; at < stripe.capacity; ++at) {
+    const Slot& slot = stripe.slots[at];
+    if (slot.row != 0 && goes(slot, row_at(stripe, slot.row - 1))) keys.push_back(slot.key);
+  }
+  for (const uint64_t key : keys) {
+    const Slot* slot = find(stripe, key, mix(key));
+    remove(stripe, static_cast<uint64_t>(slot - stripe.slots));
+  }
+  rows_.fetch_sub(keys.size(), std::memory_order_relaxed);
+  evicted_.fetch_add(keys.size(), std::memory_order_relaxed);
+  return keys.size();
+}
+
+// Brings a stripe an eighth below its quota: what is worth least goes, ties by hash.
+uint64_t Table::trim(Stripe& stripe) {
+  struct Worth {
+    float shows;
+    uint32_t seen;
+    uint64_t hash;
+    bool operator<(const Worth& o) const {
+      if (shows != o.shows) return shows < o.shows;
+      return seen != o.seen ? seen < o.seen : hash < o.hash;
+    }
+  };
+  const auto worth = [&](const Slot& slot, const char* row) {
+    float shows = 0.0f;
+    if (options_.least_shown) std::memcpy(&shows, row + spec_.layout.counters_at, 4);
+    return Worth{shows, slot.seen, mix(slot.key)};
+  };
+  std::vector<Worth> all;
+  all.reserve(stripe.count);
+  for (uint64_t at = 0; at < stripe.capacity; ++at) {
+    const Slot& slot = stripe.slots[at];
+    if (slot.row != 0) all.push_back(worth(slot, row_at(stripe, slot.row - 1)));
+  }
+  const uint64_t goal = quota_ - quota_ / 8;
+  const auto last = all.begin() + static_cast<std::ptrdiff_t>(stripe.count - goal);
+  std::nth_element(all.begin(), last, all.end());
+  const Worth bound = *last;
+  return remove_where(stripe, [&](const Slot& slot, const char* row) { return worth(slot, row) < bound; });
+}
+
+uint64_t Table::evict(int64_t max_age, float min_score, float show_weight, float click_weight) {
+  uint64_t gone = 0;
+  const Layout& layout = spec_.layout;
+  for (auto& stripe : stripes_) {
+    const Alone alone(gate_);  // a stripe at a time, so that training pauses briefly only
+    const auto now = static_cast<int64_t>(clock_.load(std::memory_order_relaxed));
+    gone += remove_where(*stripe, [&](const Slot& slot, const char* row) {
+      if (max_age >= 0 && now - static_cast<int64_t>(slot.seen) > max_age) return true;
+      if (!layout.counters || std::isnan(min_score)) return false;
+      float counters[2];
+      std::memcpy(counters, row + layout.counters_at, 8);
+      return show_weight * counters[0] + click_weight * counters[1] < min_score;
+    });
+  }
+  return gone;
+}
+
+void Table::decay(float factor) {
+  if (!spec_.layout.counters) return;
+  for (auto& stripe : stripes_) {
+    const Alone alone(gate_);
+    for (uint64_t at = 0; at < stripe->capacity; ++at) {
+      if (stripe->slots[at].row == 0) continue;
+      auto* const counters = reinterpret_cast<float*>(row_at(*stripe, stripe->slots[at].row - 1) + spec_.layout.counters_at);
+      counters[0] *= factor;
+      counters[1] *= factor;
+    }
+  }
+}
+
+void Table::stripe_rows(int index, std::vector<uint64_t>& keys, std::vector<float>& values, std::vector<float>& state) {
+  const Inside inside(gate_);
+  Stripe& stripe = *stripes_.at(static_cast<size_t>(index));
+  const std::lock_guard<std::mutex> lock(stripe.mutex);
+  const auto dim = static_cast<size_t>(spec_.layout.dim);
+  const auto width = static_cast<size_t>(spec_.layout.state);
+  keys.resize(stripe.count);
+  values.resize(stripe.count * dim);
+  state.resize(stripe.count * width);
+  size_t i = 0;
+  for (uint64_t at = 0; at < stripe.capacity; ++at) {
+    const Slot& slot = stripe.slots[at];
+    if (slot.row == 0) continue;
+    const char* const row = row_at(stripe, slot.row - 1);
+    keys[i] = slot.key;
+    read_value(spec_.layout, row, values.data() + i * dim);
+    if (width > 0) std::memcpy(state.data() + i * width, row + spec_.layout.state_at, 4 * width);
+    ++i;
+  }
+}
+
+uint64_t Table::tick() {
+  const Alone alone(gate_);  // calls under way have ended: what they touched is older than the new time
+  return clock_.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+TableStats Table::stats() {
+  const Inside inside(gate_);
+  TableStats stats;
+  stats.rows = size();
+  stats.born = born_.load(std::memory_order_relaxed);
+  stats.evicted = evicted_.load(std::memory_order_relaxed);
+  stats.refused = refused_.load(std::memory_order_relaxed);
+  stats.unadmitted = unadmitted_.load(std::memory_order_relaxed);
+  stats.clock = clock_.load(std::memory_order_relaxed);
+  stats.payload_bytes = stats.rows * spec_.layout.stride;
+  stats.arena_bytes = arena_->bytes();
+  for (auto& stripe : stripes_) {
+    const std::lock_guard<std::mutex> lock(stripe->mutex);
+    stats.index_bytes += stripe->slots_block.size();
+  }
+  return stats;
+}
+
+}  // namespace plsc

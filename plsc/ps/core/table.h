@@ -1,0 +1,173 @@
+// The sparse table: rows of floats under 64-bit keys, in stripes that each have a lock, an index and rows of their own.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <vector>
+
+#include "arena.h"
+#include "rules.h"
+
+namespace plsc {
+
+struct TableOptions {
+  int dim = 1;
+  Dtype dtype = Dtype::fp32;
+  RuleOptions rule;
+  Init init = Init::uniform;
+  float init_scale = 0.01f;
+  uint64_t seed = 0;
+  bool locked = false;       // false: Hogwild, floats are read and written outside the locks
+  int stripes = 64;          // a power of two
+  std::string arena;         // a directory whose disk holds the rows; empty: RAM
+  bool counters = false;     // two floats a row: how often shown, how often clicked
+  uint32_t admit_after = 1;  // a key gets a row at its n-th push
+  float admit_probability = 1.0f;
+  size_t sketch_bytes = size_t{1} << 22;  // what counts keys that have no row yet
+  uint64_t max_rows = 0;                  // 0: no bound
+  bool least_shown = false;               // what goes at max_rows: least shown (LFU), else longest unseen (LRU)
+};
+
+struct TableStats {
+  uint64_t rows = 0, born = 0, evicted = 0, refused = 0, unadmitted = 0, clock = 0;
+  uint64_t payload_bytes = 0, index_bytes = 0, arena_bytes = 0;
+};
+
+// Many may be inside, or one alone. Who waits to be alone keeps newcomers out, so he is not starved.
+class Gate {
+ public:
+  void enter() {
+    const std::lock_guard<std::mutex> knock(door_);
+    room_.lock_shared();
+  }
+  void leave() { room_.unlock_shared(); }
+  void enter_alone() {
+    door_.lock();
+    room_.lock();
+  }
+  void leave_alone() {
+    room_.unlock();
+    door_.unlock();
+  }
+
+ private:
+  std::mutex door_;
+  std::shared_mutex room_;
+};
+
+struct Slot {
+  uint64_t key;
+  uint32_t row;   // row number + 1; 0: free
+  uint32_t seen;  // the table's clock when the row was born or last pushed to
+};
+static_assert(sizeof(Slot) == 16, "four slots a cache line");
+
+// One lock's part of a table: open addressing with linear probing, rows in slabs that never move.
+struct alignas(64) Stripe {
+  std::mutex mutex;
+  Block slots_block;
+  Slot* slots = nullptr;
+  uint64_t capacity = 0;
+  uint64_t count = 0;
+  uint32_t rows = 0;               // row numbers given out so far
+  std::vector<uint32_t> free_rows;  // of these, the ones given back
+  std::vector<char*> slabs;
+  std::vector<uint8_t> sketch;
+  uint64_t sightings = 0;
+};
+
+class Table {
+ public:
+  explicit Table(const TableOptions& options);
+  ~Table();
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
+
+  // rows[i] = the row of keys[i]. A missing key's row is born (create) or its initial value answered.
+  void pull(const uint64_t* keys, size_t n, float* out, bool create);
+  // One step of the rule a (key, gradient) pair, in order; returns how many gradients were refused (NaN, infinite).
+  // `shows` and `clicks` may be null: 1 and 0.
+  uint64_t push(const uint64_t* keys, size_t n, const float* grads, const float* shows, const float* clicks, float lr);
+  // Values and optimizer state as floats, for rules that run elsewhere: `state` [n, layout().state] may be null.
+  // Missing keys are born, or, where the table's admission refuses them, answered with their initial row.
+  void gather(const uint64_t* keys, size_t n, float* values, float* state);
+  // Sets rows, making those that are missing; state null: what a newborn has. only_present: missing keys are left out.
+  void scatter(const uint64_t* keys, size_t n, const float* values, const float* state, bool only_present);
+  // Show and click counts [n, 2]; zeros for missing keys.
+  void read_counters(const uint64_t* keys, size_t n, float* out);
+  void contains(const uint64_t* keys, size_t n, uint8_t* out);
+
+  uint64_t erase(const uint64_t* keys, size_t n);
+  // Erases rows unseen for more than max_age ticks (negative: any age) or with show_weight * shows + click_weight *
+  // clicks below min_score (NaN: any score); returns how many.
+  uint64_t evict(int64_t max_age, float min_score, float show_weight, float click_weight);
+  void decay(float factor);  // of shows and clicks
+
+  // One stripe's rows, as of one moment.
+  void stripe_rows(int stripe, std::vector<uint64_t>& keys, std::vector<float>& values, std::vector<float>& state);
+
+  // Writes header and rows seen at or after `since` to a file beside `path`, syncs it, renames it to `path`.
+  // Training may go on: each stripe is locked while it is written. Returns rows written; `cut` is the clock then.
+  uint64_t save(const std::string& path, const std::string& header, uint64_t since);
+  // Reads rows of such a file over those here; the header is the caller's to compare.
+  uint64_t load(const std::string& path);
+  static std::string read_header(const std::string& path);
+  // Moves the clock on and returns the new time: rows touched from now on are seen at or after it.
+  uint64_t tick();
+  void set_clock(uint64_t clock) { clock_.store(static_cast<uint32_t>(clock)); }
+
+  size_t size() const { return static_cast<size_t>(rows_.load(std::memory_order_relaxed)); }
+  TableStats stats();
+  const Layout& layout() const { return spec_.layout; }
+  int num_stripes() const { return static_cast<int>(stripes_.size()); }
+
+  Gate& gate() { return gate_; }
+
+ private:
+  struct Scratch;
+  enum class Missing { skip, create, admit };
+
+  static Scratch& scratch();
+  template <class Visit>
+  struct Shifted;
+  template <class Visit>
+  void batch(const uint64_t* keys, size_t n, Missing missing, bool touch, const void* beside, size_t beside_bytes,
+             Visit visit);
+  template <class Visit>
+  bool chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, Scratch& s, Visit& visit);
+  // Whole rows as they were saved, `seen` [n] of four bytes each; both unaligned.
+  void restore(const uint64_t* keys, size_t n, const char* seen, const char* rows);
+  Slot* find(Stripe& stripe, uint64_t key, uint64_t hash) const;
+  Slot* insert(Stripe& stripe, uint64_t key, uint64_t hash, Scratch& s);
+  bool admits(Stripe& stripe, uint64_t key, uint64_t hash);
+  void grow(Stripe& stripe);
+  void remove(Stripe& stripe, uint64_t position);
+  uint64_t remove_where(Stripe& stripe, const std::function<bool(const Slot&, const char*)>& goes);
+  uint64_t trim(Stripe& stripe);
+  bool over_quota(const Stripe& stripe) const { return quota_ > 0 && stripe.count > quota_; }
+  char* row_at(const Stripe& stripe, uint32_t row) const {
+    return stripe.slabs[row >> slab_shift_] + static_cast<size_t>(row & slab_mask_) * spec_.layout.stride;
+  }
+  Stripe& stripe_of(uint64_t hash) { return *stripes_[hash & stripe_mask_]; }
+
+  const TableOptions options_;
+  const RowSpec spec_;
+  const Update update_;
+  unsigned slab_shift_ = 0;
+  uint32_t slab_mask_ = 0;
+  uint64_t stripe_mask_ = 0;
+  uint64_t quota_ = 0;  // rows a stripe may keep
+  std::unique_ptr<Arena> arena_;
+  std::vector<std::unique_ptr<Stripe>> stripes_;
+  Gate gate_;
+  std::atomic<uint32_t> clock_{1};
+  std::atomic<uint64_t> rows_{0}, born_{0}, evicted_{0}, refused_{0}, unadmitted_{0};
+};
+
+}  // namespace plsc

@@ -1,0 +1,147 @@
+"""An embedding layer whose rows live in a sparse table: pulled in forward, trained by the table's rule in backward."""
+
+import json
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plsc.ps.rules import PythonRule, Rule
+from plsc.ps.table import Table
+
+logger = logging.getLogger(__name__)
+
+POOLINGS = ("sum", "mean", "none")
+
+
+class _Pulled(torch.autograd.Function):
+    """Rows of unique keys; their gradient, merged over repeated ids by then, is pushed when backward reaches it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, layer: "SparseEmbedding", keys: Tensor) -> Tensor:
+        ctx.layer, ctx.keys = layer, keys
+        return layer.table.pull(keys).to(anchor.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        grad = grads[0].detach().float().cpu()  # [K, dim]
+        if ctx.layer.grad_scale != 1.0:
+            grad = grad / ctx.layer.grad_scale
+        ctx.layer.table.push(ctx.keys, grad)
+        return None, None, None
+
+
+class SparseEmbedding(nn.Module):
+    """nn.EmbeddingBag over a table's keys: forward(ids, offsets, weights) as there, and without a vocabulary's size.
+
+    ids 1-D with offsets [B]: bags of any length -> [B, dim]. ids 2-D [B, L]: rows are bags -> [B, dim].
+    ids 3-D [B, S, L]: S slots of L ids -> [B, S, dim]. pooling "none": any shape -> [*shape, dim].
+    ids equal to padding_key count for nothing. weights: ids' shape, with pooling "sum" only.
+
+    The table's rule steps rows inside backward, so only the dense weights go to an optimizer. In eval(), and where no
+    gradient is recorded, nothing is created. Rows are saved by `table.save`; state_dict tells which save.
+    """
+
+    _anchor: Tensor
+
+    def __init__(self, table: Table, *, pooling: str = "sum", padding_key: int | None = None) -> None:
+        super().__init__()
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling: got {pooling!r}, expected one of {', '.join(POOLINGS)}")
+        self.table = table
+        self.pooling = pooling
+        self.padding_key = padding_key
+        self.grad_scale = 1.0  # with torch.amp.GradScaler set it to scaler.get_scale() before backward
+        self.register_buffer("_anchor", torch.zeros((), requires_grad=True), persistent=False)
+
+    @property
+    def embedding_dim(self) -> int:
+        """As nn.Embedding calls it."""
+        return self.table.dim
+
+    @classmethod
+    def from_bag(cls, bag: nn.EmbeddingBag, *, rule: str | Rule | PythonRule, lr: float) -> "SparseEmbedding":
+        """A layer that starts with the weights of `bag`, under its row numbers as keys."""
+        if bag.mode not in POOLINGS:
+            raise ValueError(f"got an EmbeddingBag with mode {bag.mode!r}, expected sum or mean")
+        table = Table(bag.embedding_dim, rule=rule, lr=lr)
+        table.assign(torch.arange(bag.num_embeddings), bag.weight.detach().float().cpu())
+        return cls(table, pooling=bag.mode, padding_key=bag.padding_idx)
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+        self._check(ids, offsets, weights)
+        unique, at = torch.unique(ids, return_inverse=True)  # [K], ids' shape
+        rows = self._rows(unique.cpu(), ids.device)  # [K, dim]
+        counts = None if self.padding_key is None else ids != self.padding_key
+        if self.pooling == "none":
+            out = F.embedding(at, rows)
+            return out if counts is None else out * counts.unsqueeze(-1)
+        if ids.ndim == 1:
+            return self._bags(at, rows, offsets, weights, counts)
+        flat = [None if x is None else x.reshape(-1) for x in (weights, counts)]
+        length = ids.shape[-1]
+        starts = torch.arange(0, ids.numel(), max(length, 1), device=ids.device)
+        if length == 0:
+            starts = torch.zeros(ids.shape[:-1].numel(), dtype=torch.int64, device=ids.device)
+        return self._bags(at.reshape(-1), rows, starts, *flat).reshape(*ids.shape[:-1], self.table.dim)
+
+    def _rows(self, keys: Tensor, device: torch.device) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            anchor = (
+                self._anchor if self._anchor.device == device else self._anchor.detach().to(device).requires_grad_()
+            )
+            return _Pulled.apply(anchor, self, keys)
+        return self.table.pull(keys, create=False).to(device)
+
+    def _bags(
+        self, at: Tensor, rows: Tensor, offsets: Tensor | None, weights: Tensor | None, counts: Tensor | None
+    ) -> Tensor:
+        assert offsets is not None
+        if rows.shape[0] == 0:  # no ids at all: every bag is empty
+            return rows.new_zeros(len(offsets), self.table.dim)
+        if counts is not None:
+            # A row of zeros that padding points to; embedding_bag then leaves it out of sums and of means.
+            at = torch.where(counts, at, rows.shape[0])
+            rows = torch.cat([rows, rows.new_zeros(1, self.table.dim)])
+        padding = None if counts is None else rows.shape[0] - 1
+        with torch.autocast(rows.device.type, enabled=False):
+            return F.embedding_bag(
+                at, rows, offsets, mode=self.pooling, per_sample_weights=weights, padding_idx=padding
+            )
+
+    def _check(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> None:
+        if ids.dtype != torch.int64:
+            raise ValueError(f"ids: got {ids.dtype}, expected int64 (64-bit keys bit for bit); call .long() first")
+        if self.pooling != "none":
+            if not 1 <= ids.ndim <= 3:
+                raise ValueError(f"ids: got {ids.ndim} dimensions, expected 1 with offsets, 2 [B, L] or 3 [B, S, L]")
+            if (ids.ndim == 1) != (offsets is not None):
+                raise ValueError("offsets go with ids in one dimension, and only with those, as in nn.EmbeddingBag")
+        elif offsets is not None:
+            raise ValueError("offsets: got some, expected none, for pooling 'none' makes no bags")
+        if weights is not None and (self.pooling != "sum" or weights.shape != ids.shape):
+            raise ValueError(
+                f"weights: got shape {tuple(weights.shape)} with pooling {self.pooling!r}, "
+                f"expected {tuple(ids.shape)} with pooling 'sum'"
+            )
+
+    def get_extra_state(self) -> Tensor:
+        """Which table this is, as the bytes of a JSON text in a tensor: checkpoints need no pickle for it."""
+        text = json.dumps({"dim": self.table.dim, "rule": self.table.rule.name, "save": self.table.last_save})
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        told = json.loads(bytes(state.tolist()))
+        if told["dim"] != self.table.dim:
+            raise ValueError(
+                f"the checkpoint's table has dim {told['dim']}, got a table of dim {self.table.dim}; load its save"
+            )
+        if told["save"] != self.table.last_save:
+            logger.warning(
+                "the checkpoint was made beside table save %s, this table is %s", told["save"], self.table.last_save
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.table!r}, pooling={self.pooling!r}"

@@ -1,0 +1,111 @@
+"""Rules of a sparse table: the optimizers that turn a key's gradient into a new row, each with its constants."""
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What every built-in rule has; the learning rate is the table's, so that a schedule is one assignment a step.
+
+    weight_decay * value is added to the gradient; then its row is clipped to 2-norm `clip_norm`, then each component
+    to +-`clip_value` (0: no clipping).
+    """
+
+    name: ClassVar[str] = ""
+
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0
+    clip_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not np.isfinite(value) or value < 0:
+                raise ValueError(f"{type(self).__name__}: got {name}={value}, expected a finite number, 0 or more")
+            if name in ("momentum", "beta1", "beta2") and value >= 1:
+                raise ValueError(f"{type(self).__name__}: got {name}={value}, expected less than 1")
+
+    def options(self) -> dict[str, Any]:
+        """What the native core reads."""
+        return {"kind": self.name, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class SGD(Rule):
+    """w -= lr * g, as torch.optim.SGD. No state."""
+
+    name = "sgd"
+
+
+@dataclass(frozen=True)
+class Momentum(Rule):
+    """buf = momentum * buf + g; w -= lr * buf, as torch.optim.SGD without dampening. State: dim floats."""
+
+    name = "momentum"
+
+    momentum: float = 0.9
+
+
+@dataclass(frozen=True)
+class Adagrad(Rule):
+    """sum += g^2; w -= lr * g / (sqrt(sum) + eps), as torch.optim.Adagrad. State: dim floats, starting at `initial`."""
+
+    name = "adagrad"
+
+    eps: float = 1e-10
+    initial: float = 0.0
+
+
+@dataclass(frozen=True)
+class RowAdagrad(Rule):
+    """Adagrad with one sum a row, of the mean of g^2 (FBGEMM's row-wise Adagrad). State: one float."""
+
+    name = "row_adagrad"
+
+    eps: float = 1e-10
+    initial: float = 0.0
+
+
+@dataclass(frozen=True)
+class Adam(Rule):
+    """torch.optim.Adam on rows that have a gradient, each with a step count of its own. State: 2 * dim + 1 floats."""
+
+    name = "adam"
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class FTRL(Rule):
+    """FTRL-proximal (McMahan et al. 2013, algorithm 1) with alpha = lr; l1 makes weights exactly 0. State: 2 * dim.
+
+    A row born with a value other than 0 starts with the z that gives this value.
+    """
+
+    name = "ftrl"
+
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+
+
+class PythonRule(ABC):
+    """A rule of your own: numpy on many rows at once. Slower than the native ones by what Python and copies cost."""
+
+    name: str = "python"  # written into saved tables, compared when one is loaded
+
+    @abstractmethod
+    def state_size(self, dim: int) -> int:
+        """Floats of state a row; they start as zeros."""
+
+    @abstractmethod
+    def update(self, values: np.ndarray, state: np.ndarray, grads: np.ndarray, lr: float) -> None:
+        """Change values [K, dim] and state [K, state_size] in place by grads [K, dim]; every row is another key's."""
+
+
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SGD, Momentum, Adagrad, RowAdagrad, Adam, FTRL)}

@@ -1,0 +1,416 @@
+"""A table of rows under 64-bit keys in this process: pull rows, push gradients, save, load; the native core's face."""
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.ps.arrays import Array, as_floats, as_keys, as_output, empty_like_kind
+from plsc.ps.rules import FTRL, RULES, PythonRule, Rule
+
+FORMAT = 1
+DTYPES = ("fp32", "fp16", "bf16")
+INITS = ("uniform", "normal", "zeros", "constant")
+POLICIES = ("lru", "lfu")
+
+
+class Table:
+    """Rows [dim] under uint64 keys. A row is made when its key is first pulled (pushed, with admission).
+
+    dim          components of a row's value
+    rule         a name of RULES, a Rule, or a PythonRule; what a push does to a row
+    lr           learning rate; assign `table.lr` to follow a schedule
+    init         uniform on +-init_scale, normal of that deviation, constant, zeros; depends on (seed, key) alone
+    dtype        of values: fp32, fp16, bf16. Optimizer state is fp32
+    locked       False (Hogwild): threads may overwrite each other's floats, never the index. True: every update counts
+    stripes      parts with a lock each, a power of two
+    arena        None: rows in memory. A folder: rows in a nameless file on its disk, gone with the table
+    counters     keep how often each row was shown and clicked: 8 bytes a row
+    admit_after  a key gets a row at its n-th push (counted in 4 MiB, so a crowded table may admit early)
+    admit_probability   each push of a key without a row makes it one with this probability
+    max_rows     every stripe keeps at most max_rows / stripes rows; `policy` says which go: lru (pushed to longest
+                 ago) or lfu (shown least; needs counters)
+
+    A key that comes several times in a push takes as many steps, in order. Threads may use a table freely.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        rule: str | Rule | PythonRule = "adagrad",
+        lr: float = 0.05,
+        init: str = "uniform",
+        init_scale: float = 0.01,
+        seed: int = 0,
+        dtype: str = "fp32",
+        locked: bool = False,
+        stripes: int = 64,
+        arena: str | PathLike[str] | None = None,
+        counters: bool = False,
+        admit_after: int = 1,
+        admit_probability: float = 1.0,
+        max_rows: int | None = None,
+        policy: str = "lru",
+    ) -> None:
+        _between("dim", dim, 1, 65_536)
+        _between("stripes", stripes, 1, 65_536)
+        _between("seed", seed, 0, 2**64 - 1)
+        _between("admit_after", admit_after, 1, 255)
+        _one_of("init", init, INITS)
+        _one_of("dtype", dtype, DTYPES)
+        _one_of("policy", policy, POLICIES)
+        if stripes & (stripes - 1):
+            raise ValueError(f"stripes: got {stripes}, expected a power of two, such as 64")
+        if not 0.0 < admit_probability <= 1.0:
+            raise ValueError(f"admit_probability: got {admit_probability}, expected more than 0, at most 1")
+        if max_rows is not None and max_rows < 16 * stripes:
+            raise ValueError(
+                f"max_rows: got {max_rows}, expected at least {16 * stripes}, 16 a stripe; use fewer stripes"
+            )
+        if policy == "lfu" and not counters:
+            raise ValueError("policy lfu counts what is shown; got counters=False, expected counters=True")
+        if arena is not None and not Path(arena).is_dir():
+            raise ValueError(
+                f"arena: got {fspath(arena)}, expected an existing folder on the disk that is to hold the rows"
+            )
+        self.dim = dim
+        self.rule = _rule(rule)
+        self.lr = lr
+        self._config: dict[str, Any] = {
+            "dim": dim,
+            "dtype": dtype,
+            "init": init,
+            "init_scale": float(init_scale),
+            "seed": seed,
+            "counters": counters,
+        }
+        self._core = _core_class()(
+            {
+                **self._config,
+                "rule": _native_rule(self.rule, dim, self.lr),
+                "locked": locked,
+                "stripes": stripes,
+                "arena": "" if arena is None else fspath(arena),
+                "admit_after": admit_after,
+                "admit_probability": float(admit_probability),
+                "max_rows": max_rows or 0,
+                "least_shown": policy == "lfu",
+            }
+        )
+        self._one_push = threading.Lock() if locked else None  # a PythonRule's push is several calls
+        self._saving = threading.Lock()
+        self._base: tuple[str, int, int] | None = None  # id, clock and erased rows of the last full save
+
+    @property
+    def lr(self) -> float:
+        return self._lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        if not np.isfinite(lr) or lr <= 0:
+            raise ValueError(f"lr: got {lr}, expected a positive number")
+        self._lr = float(lr)
+
+    @property
+    def last_save(self) -> str | None:
+        """Id of the last full save, or of the one this table was loaded from."""
+        return None if self._base is None else self._base[0]
+
+    def __len__(self) -> int:
+        return len(self._core)
+
+    def pull(self, keys: Array, *, create: bool = True, out: Array | None = None) -> Array:
+        """Rows [K, dim] float32 of keys [K], in the kind that came in; into `out` where given, which saves time.
+
+        A missing key's row is made; with create=False its initial value is answered and the table stays as it is.
+        """
+        array = as_keys(keys)
+        shape = (len(array), self.dim)
+        if out is None:
+            out, memory = empty_like_kind(keys, shape)
+        else:
+            memory = as_output(out, shape)
+        self._core.pull(array, memory, create)
+        return out
+
+    def push(self, keys: Array, grads: Array, *, shows: Array | None = None, clicks: Array | None = None) -> int:
+        """One step of the rule for every (key, gradient) of keys [K], grads [K, dim] float32.
+
+        Gradients that hold a NaN or an infinity are refused and leave their row as it was; returns how many.
+        shows, clicks [K] float32 are added to the row's counters (default: 1 and 0).
+        """
+        array = as_keys(keys)
+        floats = as_floats(grads, (len(array), self.dim), "grads")
+        if not self._config["counters"] and (shows is not None or clicks is not None):
+            raise ValueError("got shows or clicks, but this table keeps no counters; make it with counters=True")
+        if isinstance(self.rule, PythonRule):
+            if shows is not None or clicks is not None:
+                raise ValueError("shows and clicks go with a native rule, got them with a PythonRule")
+            if self._one_push is None:
+                return self._push_python(self.rule, array, floats)
+            with self._one_push:
+                return self._push_python(self.rule, array, floats)
+        counts = [None if x is None else as_floats(x, array.shape, "shows or clicks") for x in (shows, clicks)]
+        return int(self._core.push(array, floats, *counts, self._lr))
+
+    def _push_python(self, rule: PythonRule, keys: np.ndarray, grads: np.ndarray) -> int:
+        good = np.isfinite(grads).all(axis=1)
+        refused = len(keys) - int(good.sum())
+        if refused:
+            keys, grads = keys[good], grads[good]
+        for chosen in _rounds(keys):
+            some = keys[chosen]
+            values = np.empty((len(some), self.dim), np.float32)
+            state = np.empty((len(some), self._core.state_size), np.float32)
+            self._core.gather(some, values, state)
+            rule.update(values, state, grads[chosen], self._lr)
+            self._core.scatter(some, values, state, True)
+        return refused
+
+    def assign(self, keys: Array, values: Array) -> None:
+        """Set rows to values [K, dim] float32, optimizer state as newborn: how weights from elsewhere come in."""
+        array = as_keys(keys)
+        self._core.scatter(array, as_floats(values, (len(array), self.dim), "values"), None, False)
+
+    def contains(self, keys: Array) -> np.ndarray:
+        """Which keys have a row, bool [K]."""
+        array = as_keys(keys)
+        out = np.empty(len(array), np.uint8)
+        self._core.contains(array, out)
+        return out.astype(bool)
+
+    def counters(self, keys: Array) -> np.ndarray:
+        """Shows and clicks, float32 [K, 2]; zeros for keys without a row."""
+        self._needs_counters("counters()")
+        array = as_keys(keys)
+        out = np.empty((len(array), 2), np.float32)
+        self._core.read_counters(array, out)
+        return out
+
+    def decay(self, factor: float) -> None:
+        """Multiply all counters: what was shown long ago counts less."""
+        self._needs_counters("decay()")
+        if not 0.0 <= factor <= 1.0:
+            raise ValueError(f"factor: got {factor}, expected 0 to 1")
+        self._core.decay(factor)
+
+    def erase(self, keys: Array) -> int:
+        """Remove rows; their keys start anew when they come again. Returns how many there were."""
+        return int(self._core.erase(as_keys(keys)))
+
+    def evict(
+        self,
+        *,
+        max_age: int | None = None,
+        min_score: float | None = None,
+        show_weight: float = 1.0,
+        click_weight: float = 0.0,
+    ) -> int:
+        """Remove rows not pushed to in the last `max_age` pushes, or whose weighted counters are below `min_score`."""
+        if max_age is None and min_score is None:
+            raise ValueError("evict: got neither max_age nor min_score, expected at least one")
+        if min_score is not None:
+            self._needs_counters("min_score")
+        age = -1 if max_age is None else max_age
+        score = float("nan") if min_score is None else min_score
+        return int(self._core.evict(age, score, show_weight, click_weight))
+
+    def items(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Keys uint64 [n] and values float32 [n, dim], a stripe at a time, in no particular order."""
+        for stripe in range(self._core.num_stripes):
+            keys, values, _ = self._core.stripe_rows(stripe)
+            yield keys, values.reshape(len(keys), self.dim)
+
+    def stats(self) -> dict[str, int]:
+        """rows, born, evicted, refused (gradients), unadmitted (pushes), clock (pushes), and bytes of three kinds."""
+        return dict(self._core.stats())
+
+    def save(self, path: str | PathLike[str], *, delta: bool = False) -> int:
+        """Write all rows with their state (delta: those touched since the last full save) to one file; how many.
+
+        The file appears at `path` whole or not at all. Other threads may go on training: each stripe is written as it
+        is at one moment, and waits for the disk meanwhile. OSError when the disk is full; the old file then stands.
+        """
+        with self._saving:
+            base, since = None, 0
+            erased = self.stats()["evicted"]
+            if delta:
+                if self._base is None:
+                    raise ValueError("a delta needs a full save before it, got none; call save(path) first")
+                base, since, erased_then = self._base
+                if erased != erased_then:
+                    raise ValueError(
+                        f"{erased - erased_then} rows were erased since the last full save and a delta cannot say so; "
+                        "call save(path) without delta"
+                    )
+            cut = self._core.tick()
+            name = uuid.uuid4().hex
+            header = {
+                "format": FORMAT,
+                **self._config,
+                "lr": self._lr,
+                "rule": _describe(self.rule),
+                "state": self._core.state_size,
+                "id": name,
+                "base": base,
+                "clock": cut,
+            }
+            rows = self._core.save(fspath(path), json.dumps(header).encode(), since)
+            if not delta:
+                self._base = (name, cut, erased)
+            return int(rows)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | PathLike[str],
+        *,
+        deltas: Sequence[str | PathLike[str]] = (),
+        rule: PythonRule | None = None,
+        locked: bool = False,
+        stripes: int = 64,
+        arena: str | PathLike[str] | None = None,
+        admit_after: int = 1,
+        admit_probability: float = 1.0,
+        max_rows: int | None = None,
+        policy: str = "lru",
+    ) -> "Table":
+        """The table that `save` wrote, with any number of stripes; then its deltas, oldest first.
+
+        A table with a PythonRule needs one of that name as `rule`.
+        """
+        header = read_header(path)
+        if header["base"] is not None:
+            raise ValueError(f"{fspath(path)} is a delta; give its full save as path and this file in deltas")
+        known = header["rule"]
+        if known["name"] in RULES and rule is None:
+            options = {name: value for name, value in known.items() if name != "name"}
+            chosen: Rule | PythonRule = RULES[known["name"]](**options)
+        elif rule is None or rule.name != known["name"] or rule.state_size(header["dim"]) != header["state"]:
+            got = None if rule is None else rule.name
+            raise ValueError(
+                f"{fspath(path)} was saved with the rule {known['name']!r}, got {got!r}; give rule= that one"
+            )
+        else:
+            chosen = rule
+        table = cls(
+            header["dim"],
+            rule=chosen,
+            lr=header["lr"],
+            init=header["init"],
+            init_scale=header["init_scale"],
+            seed=header["seed"],
+            dtype=header["dtype"],
+            counters=header["counters"],
+            locked=locked,
+            stripes=stripes,
+            arena=arena,
+            admit_after=admit_after,
+            admit_probability=admit_probability,
+            max_rows=max_rows,
+            policy=policy,
+        )
+        clock = header["clock"]
+        table._read(path)
+        for delta in deltas:
+            other = read_header(delta)
+            if other["base"] != header["id"]:
+                raise ValueError(
+                    f"{fspath(delta)} is a delta to save {other['base']}, got save {header['id']} as its base"
+                )
+            table._read(delta)
+            clock = max(clock, other["clock"])
+            table.lr = other["lr"]
+        table._core.set_clock(clock)
+        table._base = (header["id"], header["clock"], table.stats()["evicted"])
+        return table
+
+    def _read(self, path: str | PathLike[str]) -> None:
+        try:
+            self._core.load(fspath(path))
+        except RuntimeError as error:
+            raise _foreign(path, str(error)) from None
+
+    def _needs_counters(self, what: str) -> None:
+        if not self._config["counters"]:
+            raise ValueError(f"{what} reads counters, but this table keeps none; make it with counters=True")
+
+    def __repr__(self) -> str:
+        return f"Table(dim={self.dim}, rule={self.rule!r}, lr={self._lr}, rows={len(self)})"
+
+
+def read_header(path: str | PathLike[str]) -> dict[str, Any]:
+    """What a saved table says of itself: dim, dtype, rule, lr, seed, id, base (of a delta), clock."""
+    try:
+        header = json.loads(_core_class().read_header(fspath(path)))
+    except RuntimeError as error:
+        raise _foreign(path, str(error)) from None
+    if header["format"] != FORMAT:
+        raise ValueError(f"{fspath(path)} has format {header['format']}, expected {FORMAT}; use the plsc that wrote it")
+    return header
+
+
+def _foreign(path: str | PathLike[str], what: str) -> ValueError:
+    return ValueError(f"{fspath(path)} {what}; expected a whole file as Table.save writes it, take another copy")
+
+
+def _core_class() -> Any:
+    try:
+        from plsc.ps._core import Core
+    except ImportError as error:
+        raise ImportError(
+            f"plsc.ps needs its native core, which was not built when plsc was installed ({error}); "
+            "install a C++17 compiler (g++), then install plsc again"
+        ) from None
+    return Core
+
+
+def _rule(rule: str | Rule | PythonRule) -> Rule | PythonRule:
+    if isinstance(rule, str):
+        _one_of("rule", rule, tuple(RULES))
+        return RULES[rule]()
+    if isinstance(rule, PythonRule) or (isinstance(rule, Rule) and rule.name in RULES):
+        return rule
+    raise ValueError(f"rule: got {rule!r}, expected one of {', '.join(RULES)}, a rule of plsc.ps or a PythonRule")
+
+
+def _native_rule(rule: Rule | PythonRule, dim: int, lr: float) -> dict[str, Any]:
+    if isinstance(rule, PythonRule):
+        size = rule.state_size(dim)
+        _between("state_size", size, 0, 1 << 20)
+        return {"kind": "custom", "custom_state": size}
+    # A newborn FTRL row's z follows from its value, and the rate it is inverted with is the one of now.
+    return {**rule.options(), **({"initial": lr} if isinstance(rule, FTRL) else {})}
+
+
+def _describe(rule: Rule | PythonRule) -> dict[str, Any]:
+    return {"name": rule.name, **({} if isinstance(rule, PythonRule) else asdict(rule))}
+
+
+def _rounds(keys: np.ndarray) -> Iterator[np.ndarray]:
+    """Positions of every key's first occurrence, then of its second, and so on: in a round no key comes twice."""
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]]) if len(keys) else np.empty(0, np.int64)
+    lengths = np.diff(np.r_[starts, len(keys)])
+    nth = np.empty(len(keys), np.int64)
+    nth[order] = np.arange(len(keys)) - np.repeat(starts, lengths)
+    for n in range(int(lengths.max(initial=0))):
+        yield np.flatnonzero(nth == n)
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} to {high}")
+
+
+def _one_of(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(known)}")

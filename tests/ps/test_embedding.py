@@ -1,0 +1,166 @@
+"""The embedding layer over a table: equal to nn.EmbeddingBag with a sparse optimizer, shapes, modes, states."""
+
+import copy
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from plsc.ps import Adagrad, SparseEmbedding, Table, hash_strings, slot_keys
+
+
+def bags(random: np.random.Generator, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = random.integers(0, 5, 16)  # empty bags among them
+    lengths[-1] = 2
+    ids = torch.from_numpy(random.integers(0, num_keys, lengths.sum()))
+    return ids, torch.from_numpy(np.r_[0, np.cumsum(lengths)[:-1]])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+def test_equals_embedding_bag(rule: str, pooling: str, weighted: bool) -> None:
+    if weighted and pooling == "mean":
+        return  # torch has no weighted mean either
+    torch.manual_seed(0)
+    bag = nn.EmbeddingBag(30, 6, mode=pooling, sparse=True)
+    layer = SparseEmbedding.from_bag(bag, rule=rule, lr=0.1)
+    optimizer = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[rule](bag.parameters(), lr=0.1)
+    random = np.random.default_rng(0)
+    assert list(layer.parameters()) == []
+    for _ in range(20):
+        ids, offsets = bags(random, 30)
+        weights = torch.rand(len(ids)) if weighted else None
+        target = torch.randn(16, 6)
+        expected = bag(ids, offsets, per_sample_weights=weights)
+        got = layer(ids, offsets, weights)
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+        ((expected - target) ** 2).sum().backward()
+        ((got - target) ** 2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(layer.table.pull(torch.arange(30)), bag.weight.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_padding_counts_for_nothing(pooling: str) -> None:
+    bag = nn.EmbeddingBag(10, 4, mode=pooling, padding_idx=3)
+    layer = SparseEmbedding.from_bag(bag, rule="sgd", lr=1.0)
+    ids = torch.tensor([[3, 3, 3], [1, 3, 2], [1, 1, 1]])
+    torch.testing.assert_close(layer(ids), bag(ids))
+    before = layer.table.pull(torch.arange(10))
+    layer(ids).sum().backward()
+    changed = (layer.table.pull(torch.arange(10)) != before).any(1)
+    assert changed.tolist() == [False, True, True] + [False] * 7
+    rows = SparseEmbedding(layer.table, pooling="none", padding_key=3)(ids)
+    assert (rows[0] == 0).all() and (rows[2] != 0).any()
+
+
+def test_shapes() -> None:
+    table = Table(5)
+    for ids, pooling, shape in [
+        (torch.zeros(2, 3, dtype=torch.long), "none", (2, 3, 5)),
+        (torch.zeros((), dtype=torch.long), "none", (5,)),
+        (torch.zeros(2, 3, dtype=torch.long), "sum", (2, 5)),
+        (torch.zeros(2, 3, 4, dtype=torch.long), "mean", (2, 3, 5)),
+        (torch.zeros(2, 0, dtype=torch.long), "sum", (2, 5)),
+        (torch.zeros(0, 4, dtype=torch.long), "sum", (0, 5)),
+        (torch.zeros(0, 4, dtype=torch.long), "none", (0, 4, 5)),
+    ]:
+        out = SparseEmbedding(table, pooling=pooling)(ids)
+        assert out.shape == shape
+        out.sum().backward() if out.requires_grad else None
+    assert len(table) == 1
+
+
+def test_eval_creates_and_trains_nothing() -> None:
+    layer = SparseEmbedding(Table(3))
+    ids = torch.arange(6).reshape(2, 3)
+    out = layer.eval()(ids)
+    assert not out.requires_grad and len(layer.table) == 0
+    with torch.no_grad():
+        layer.train()(ids)
+    assert len(layer.table) == 0
+    torch.testing.assert_close(layer(ids), out)
+    assert len(layer.table) == 6
+
+
+def test_autocast_and_a_scaled_loss() -> None:
+    plain, scaled = (SparseEmbedding(Table(4, rule="sgd", lr=0.5)) for _ in range(2))
+    ids = torch.tensor([[1, 2, 2]])
+    plain(ids).square().sum().backward()
+    scaled.grad_scale = 1024.0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = scaled(ids)
+        assert out.dtype == torch.float32
+    (out.square().sum() * 1024).backward()
+    assert torch.equal(plain.table.pull(ids[0]), scaled.table.pull(ids[0]))
+    rows = scaled.table.pull(ids[0])
+    (scaled(ids).sum() * float("inf")).backward()
+    assert torch.equal(scaled.table.pull(ids[0]), rows) and scaled.table.stats()["refused"] == 2
+
+
+def test_a_dense_net_learns_beside_it() -> None:
+    torch.manual_seed(0)
+    layer = SparseEmbedding(Table(8, rule=Adagrad(), lr=0.1))
+    model = nn.Sequential(layer, nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    ids = torch.randint(0, 50, (256, 3))
+    target = (ids % 2).float().sum(1, keepdim=True)
+    losses = []
+    for _ in range(60):
+        loss = ((model(ids) - target) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_state_dict_tells_the_save(tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:
+    layer = SparseEmbedding(Table(4))
+    layer(torch.tensor([[1]]))
+    layer.table.save(tmp_path / "t")
+    state = copy.deepcopy(layer.state_dict())
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    with caplog.at_level(logging.WARNING):
+        SparseEmbedding(Table.load(tmp_path / "t")).load_state_dict(state)
+        assert not caplog.records
+        SparseEmbedding(Table(4)).load_state_dict(state)
+        assert len(caplog.records) == 1
+    with pytest.raises(ValueError, match="dim 4"):
+        SparseEmbedding(Table(5)).load_state_dict(state)
+
+
+def test_bad_calls() -> None:
+    layer = SparseEmbedding(Table(4))
+    line, square = torch.zeros(3, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)
+    for call, word in [
+        (lambda: layer(line.int()), "int64"),
+        (lambda: layer(line), "offsets"),
+        (lambda: layer(square, torch.zeros(2, dtype=torch.long)), "offsets"),
+        (lambda: layer(square, weights=torch.ones(2)), "weights"),
+        (lambda: SparseEmbedding(Table(4), pooling="max"), "pooling"),
+        (lambda: SparseEmbedding(Table(4), pooling="mean")(square, weights=torch.ones(2, 2)), "weights"),
+    ]:
+        with pytest.raises(ValueError, match=word):
+            call()
+
+
+def test_slot_keys_keep_slots_apart() -> None:
+    keys = slot_keys(torch.arange(-2, 998).reshape(-1, 1).expand(-1, 5).contiguous())
+    assert keys.unique().numel() == 5000
+    assert torch.equal(keys, slot_keys(torch.arange(-2, 998).reshape(-1, 1).expand(-1, 5).contiguous()))
+    with pytest.raises(ValueError, match="int64"):
+        slot_keys(torch.zeros(3))
+
+
+def test_hashed_strings() -> None:
+    keys = hash_strings(["", "a", "käse", "a"])
+    assert keys.dtype == np.uint64 and keys[1] == keys[3] and len(set(keys.tolist())) == 3
+    assert hash_strings(["plsc"])[0] == int.from_bytes(
+        __import__("hashlib").blake2b(b"plsc", digest_size=8).digest(), "little"
+    )
+    assert len(hash_strings([])) == 0

@@ -1,0 +1,270 @@
+"""The sparse table: what pull and push answer, where rows come from, what is refused."""
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from plsc.ps import RULES, Table
+
+MASK = 2**64 - 1
+
+
+def keys_of(*keys: int) -> np.ndarray:
+    return np.array(keys, np.uint64)
+
+
+def mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def born(seed: int, key: int, dim: int, scale: float) -> np.ndarray:
+    """The documented uniform initial value, in Python's own integers."""
+    golden = 0x9E3779B97F4A7C15
+    stream = mix(mix((seed + golden) & MASK) ^ ((key * 0xD1342543DE82EF95 + 1) & MASK))
+    draws = [mix((stream + (i + 1) * golden) & MASK) >> 40 for i in range(dim)]
+    return ((2 * np.array(draws, np.float32) / np.float32(2**24)) - np.float32(1)) * np.float32(scale)
+
+
+@pytest.mark.parametrize("key", [0, 1, 12345, 2**63, MASK])
+def test_row_is_born_from_seed_and_key(key: int) -> None:
+    table = Table(5, seed=7, init_scale=0.5)
+    np.testing.assert_array_equal(table.pull(keys_of(key))[0], born(7, key, 5, 0.5))
+
+
+@pytest.mark.parametrize("init", ["uniform", "normal", "zeros", "constant"])
+def test_birth_depends_on_nothing_else(init: str) -> None:
+    keys = np.random.default_rng(0).integers(0, MASK, 5000, np.uint64)
+    one = Table(8, init=init, init_scale=0.1, seed=3)
+    many = Table(8, init=init, init_scale=0.1, seed=3, stripes=1, locked=True, rule="adam")
+    many.pull(keys[::-1].copy())
+    rows = one.pull(keys)
+    np.testing.assert_array_equal(rows, many.pull(keys))
+    np.testing.assert_array_equal(rows, Table(8, init=init, init_scale=0.1, seed=3).pull(keys, create=False))
+    mean, deviation = {"uniform": (0, 0.1 / 3**0.5), "normal": (0, 0.1), "zeros": (0, 0), "constant": (0.1, 0)}[init]
+    assert abs(rows.mean() - mean) < 2e-3 and abs(rows.std() - deviation) < 2e-3
+
+
+def test_reading_creates_nothing() -> None:
+    table = Table(4)
+    first = table.pull(keys_of(1, 2), create=False)
+    assert len(table) == 0 and not table.contains(keys_of(1)).any()
+    np.testing.assert_array_equal(table.pull(keys_of(1, 2)), first)
+    assert len(table) == 2 and table.contains(keys_of(2, 3)).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("dim", [1, 16, 1024])
+def test_dimensions_and_growth(dim: int, locked: bool) -> None:
+    count = 20_000 if dim < 100 else 300
+    keys = np.arange(count, dtype=np.uint64) * np.uint64(977)
+    table = Table(dim, rule="sgd", lr=1.0, init="zeros", locked=locked)
+    for some in np.array_split(keys, 7):
+        table.push(some, np.repeat(some[:, None] % 1000, dim, axis=1).astype(np.float32))
+    np.testing.assert_array_equal(table.pull(keys), -np.repeat(keys[:, None] % 1000, dim, axis=1).astype(np.float32))
+    stats = table.stats()
+    assert len(table) == stats["rows"] == stats["born"] == count
+
+
+def test_batch_larger_than_a_chunk() -> None:
+    keys = np.random.default_rng(1).integers(0, 50_000, 200_001, np.uint64)
+    table = Table(1, rule="sgd", lr=1.0, init="zeros", locked=True)
+    table.push(keys, np.ones((len(keys), 1), np.float32))
+    unique, counts = np.unique(keys, return_counts=True)
+    np.testing.assert_array_equal(table.pull(unique)[:, 0], -counts.astype(np.float32))
+    out = np.empty((len(keys), 1), np.float32)
+    assert table.pull(keys, out=out) is out
+    np.testing.assert_array_equal(out, table.pull(unique)[np.searchsorted(unique, keys)])
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_repeated_keys_step_in_order(locked: bool) -> None:
+    keys, grads = keys_of(5, 9, 5, 5), np.array([[1.0], [2.0], [3.0], [-1.0]], np.float32)
+    batch, single = Table(1, locked=locked), Table(1, locked=locked)
+    batch.push(keys, grads)
+    for i in range(4):
+        single.push(keys[i : i + 1], grads[i : i + 1])
+    np.testing.assert_array_equal(batch.pull(keys), single.pull(keys))
+
+
+def test_kind_that_came_in_goes_out() -> None:
+    table = Table(3)
+    numbers = table.pull(keys_of(0, MASK))
+    assert isinstance(numbers, np.ndarray)
+    signed = table.pull(torch.tensor([0, -1]))
+    assert isinstance(signed, torch.Tensor) and signed.dtype == torch.float32
+    np.testing.assert_array_equal(signed.numpy(), numbers)
+    unsigned = table.pull(torch.tensor([0, MASK], dtype=torch.uint64), out=torch.empty(2, 3))
+    assert torch.equal(unsigned, signed)
+    table.push(torch.tensor([0]), torch.ones(1, 3, requires_grad=True))
+    strided = np.arange(10, dtype=np.uint64)[::2]
+    np.testing.assert_array_equal(table.pull(strided), table.pull(strided.copy()))
+
+
+def test_empty_batches() -> None:
+    table = Table(4)
+    nothing = np.empty(0, np.uint64)
+    assert table.pull(nothing).shape == (0, 4)
+    assert table.push(nothing, np.empty((0, 4), np.float32)) == 0
+    assert table.erase(nothing) == 0 and len(table) == 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_gradients_that_are_not_finite(rule: str, bad: float) -> None:
+    table = Table(9, rule=rule)
+    keys = keys_of(1, 2, 1)
+    table.push(keys, np.ones((3, 9), np.float32))
+    before = table.pull(keys)
+    grads = np.zeros((3, 9), np.float32)
+    grads[0, 8] = grads[2, 0] = bad
+    assert table.push(keys[[0, 2]], grads[[0, 2]]) == 2
+    np.testing.assert_array_equal(table.pull(keys), before)
+    assert table.stats()["refused"] == 2
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision_values(dtype: str) -> None:
+    torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    table = Table(7, dtype=dtype, init_scale=1.0)
+    keys = np.arange(200, dtype=np.uint64)
+    exact = torch.from_numpy(Table(7, init_scale=1.0).pull(keys))
+    assert torch.equal(torch.from_numpy(table.pull(keys)), exact.to(torch_dtype).float())
+    values = torch.randn(4096, 7) * 10.0 ** torch.randint(-8, 5, (4096, 1))
+    values[0] = torch.tensor([65504.0, 65519.0, 65520.0, 1e-8, -5.96e-8, 0.0, -0.0])
+    table.assign(torch.arange(4096), values)
+    assert torch.equal(table.pull(torch.arange(4096)), values.to(torch_dtype).float())
+
+
+def test_arena_in_a_file_gives_the_same_rows(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    memory, disk = Table(16, rule="adam"), Table(16, rule="adam", arena=tmp_path)
+    for _ in range(5):
+        keys = random.integers(0, 20_000, 10_000, np.uint64)
+        grads = random.standard_normal((10_000, 16), np.float32)
+        memory.push(keys, grads)
+        disk.push(keys, grads)
+    keys = np.arange(20_000, dtype=np.uint64)
+    np.testing.assert_array_equal(memory.pull(keys), disk.pull(keys))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_erased_keys_start_anew() -> None:
+    table = Table(2, stripes=1)
+    keys = np.arange(1000, dtype=np.uint64)
+    first = table.pull(keys)
+    table.push(keys, np.ones((1000, 2), np.float32))
+    trained = table.pull(keys)
+    assert table.erase(keys[::2]) == 500 and table.erase(keys[::2]) == 0 and len(table) == 500
+    np.testing.assert_array_equal(table.pull(keys[1::2]), trained[1::2])
+    np.testing.assert_array_equal(table.pull(keys[::2]), first[::2])
+    table.push(keys[::2], np.ones((500, 2), np.float32))
+    np.testing.assert_array_equal(table.pull(keys), trained)
+
+
+def test_items_are_all_rows() -> None:
+    table = Table(3)
+    keys = np.arange(500, dtype=np.uint64)
+    rows = table.pull(keys)
+    found = {int(key): value for some, values in table.items() for key, value in zip(some, values, strict=True)}
+    assert sorted(found) == keys.tolist()
+    np.testing.assert_array_equal(np.stack([found[key] for key in range(500)]), rows)
+
+
+def test_same_pushes_same_bits() -> None:
+    def run() -> np.ndarray:
+        random = np.random.default_rng(5)
+        table = Table(16, rule="adagrad", seed=1)
+        for _ in range(10):
+            table.push(random.integers(0, 999, 5000, np.uint64), random.standard_normal((5000, 16), np.float32))
+        return table.pull(np.arange(999, dtype=np.uint64))
+
+    np.testing.assert_array_equal(run(), run())
+
+
+def _pull_in_child(table: Table, keys: np.ndarray, expected: np.ndarray) -> None:
+    same = np.array_equal(table.pull(keys), expected)
+    table.push(keys, np.ones((len(keys), table.dim), np.float32))
+    raise SystemExit(0 if same else 3)
+
+
+def test_fork_takes_a_copy() -> None:
+    table = Table(4)
+    keys = np.arange(100, dtype=np.uint64)
+    rows = table.pull(keys)
+    child = multiprocessing.get_context("fork").Process(target=_pull_in_child, args=(table, keys, rows))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    np.testing.assert_array_equal(table.pull(keys), rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"dim": 0}, "dim"),
+        ({"dim": 2.0}, "dim"),
+        ({"rule": "sdg"}, "adagrad"),
+        ({"lr": 0.0}, "positive"),
+        ({"lr": float("nan")}, "positive"),
+        ({"init": "gauss"}, "normal"),
+        ({"dtype": "float16"}, "fp16"),
+        ({"stripes": 48}, "power of two"),
+        ({"seed": -1}, "seed"),
+        ({"arena": "/no/such/folder"}, "existing folder"),
+        ({"max_rows": 10}, "fewer stripes"),
+        ({"policy": "lfu"}, "counters=True"),
+        ({"admit_probability": 0.0}, "admit_probability"),
+    ],
+)
+def test_bad_options(options: dict, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        Table(**{"dim": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("keys", "word"),
+    [
+        (np.zeros(2, np.int32), "int32"),
+        (np.zeros(2), "float64"),
+        (np.zeros((2, 1), np.uint64), "reshape"),
+        ([1, 2], "list"),
+        (torch.zeros(2), "float32"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), "CPU"),
+    ],
+)
+def test_bad_keys(keys: object, word: str) -> None:
+    table = Table(4)
+    with pytest.raises(ValueError, match=word):
+        table.pull(keys)
+    with pytest.raises(ValueError, match=word):
+        table.push(keys, np.zeros((2, 4), np.float32))
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize(
+    ("grads", "word"),
+    [
+        (np.zeros((2, 5), np.float32), r"\(2, 5\)"),
+        (np.zeros((3, 4), np.float32), r"\(3, 4\)"),
+        (np.zeros(8, np.float32), "shape"),
+        (np.zeros((2, 4)), "float64"),
+        (torch.zeros(2, 4, dtype=torch.float16), "float16"),
+    ],
+)
+def test_bad_gradients(grads: object, word: str) -> None:
+    table = Table(4)
+    with pytest.raises(ValueError, match=word):
+        table.push(keys_of(1, 2), grads)
+    assert len(table) == 0
+
+
+def test_bad_outputs() -> None:
+    table = Table(4)
+    for out in (np.empty((2, 5), np.float32), np.empty((2, 4)), np.empty((4, 2), np.float32).T):
+        with pytest.raises(ValueError, match="out"):
+            table.pull(keys_of(1, 2), out=out)

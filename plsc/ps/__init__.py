@@ -3,6 +3,7 @@
 from plsc.ps.embedding import SparseEmbedding
 from plsc.ps.keys import hash_strings, slot_keys
 from plsc.ps.rules import FTRL, RULES, SGD, Adagrad, Adam, Momentum, PythonRule, RowAdagrad, Rule
+from plsc.ps.serving import Served, export
 from plsc.ps.table import Table
 
 __all__ = [
@@ -15,8 +16,10 @@ __all__ = [
     "PythonRule",
     "RowAdagrad",
     "Rule",
+    "Served",
     "SparseEmbedding",
     "Table",
+    "export",
     "hash_strings",
     "slot_keys",
 ]

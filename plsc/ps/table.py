@@ -228,6 +228,10 @@ class Table:
             keys, values, _ = self._core.stripe_rows(stripe)
             yield keys, values.reshape(len(keys), self.dim)
 
+    def birth(self) -> dict[str, Any]:
+        """What decides how rows are born, and their dtype: options for another Table."""
+        return {name: value for name, value in self._config.items() if name != "counters"}
+
     def stats(self) -> dict[str, int]:
         """rows, born, evicted, refused (gradients), unadmitted (pushes), clock (pushes), and bytes of three kinds."""
         return dict(self._core.stats())

@@ -140,6 +140,7 @@ assert np.isfinite(small.pull(keys)).all() and (small.pull(np.arange(1000, dtype
 """
 
 
+@pytest.mark.slow
 def test_full_disk_loses_nothing(tmp_path: Path) -> None:
     """A limit on file sizes stands in for the disk."""
     path = tmp_path / "t"

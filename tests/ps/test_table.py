@@ -268,3 +268,13 @@ def test_bad_outputs() -> None:
     for out in (np.empty((2, 5), np.float32), np.empty((2, 4)), np.empty((4, 2), np.float32).T):
         with pytest.raises(ValueError, match="out"):
             table.pull(keys_of(1, 2), out=out)
+
+
+@pytest.mark.slow
+def test_hundred_million_keys_in_a_batch() -> None:
+    """Scratch memory does not grow with the batch: 1.2 GB are the keys and the answer."""
+    keys = np.arange(100_000_000, dtype=np.uint64) & np.uint64(0xFFFF)
+    table = Table(1, rule="sgd", lr=1.0, init="zeros")
+    table.assign(keys[: 1 << 16], np.arange(1 << 16, dtype=np.float32)[:, None])
+    rows = table.pull(keys)
+    assert len(table) == 1 << 16 and (rows[:, 0] == keys).all()

@@ -4,7 +4,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -20,9 +19,6 @@ constexpr size_t kChunk = 65536;          // keys worked on at a time: their scr
 constexpr size_t kSlabBytes = 64 << 10;   // about
 constexpr uint64_t kFirstCapacity = 16;
 constexpr uint64_t kAhead = 12;           // keys whose slots, rows whose lines, are on their way
-
-// A slot's home: hashes keep their order, so an index of any size can be regrown in one sweep.
-uint64_t home(uint64_t hash, uint64_t capacity) { return scale_to(hash, capacity); }
 
 void prefetch_row(const char* row, size_t bytes) {
   const size_t most = std::min<size_t>(bytes, 512);
@@ -63,28 +59,6 @@ void enroll(Table* table) {
   const std::lock_guard<std::mutex> lock(registry().mutex);
   registry().tables.insert(table);
 }
-
-class Inside {
- public:
-  explicit Inside(Gate& gate) : gate_(gate) { gate_.enter(); }
-  ~Inside() { gate_.leave(); }
-  Inside(const Inside&) = delete;
-  Inside& operator=(const Inside&) = delete;
-
- private:
-  Gate& gate_;
-};
-
-class Alone {
- public:
-  explicit Alone(Gate& gate) : gate_(gate) { gate_.enter_alone(); }
-  ~Alone() { gate_.leave_alone(); }
-  Alone(const Alone&) = delete;
-  Alone& operator=(const Alone&) = delete;
-
- private:
-  Gate& gate_;
-};
 
 }  // namespace
 
@@ -182,25 +156,6 @@ void Table::grow(Stripe& stripe) {
   stripe.slots_block = std::move(block);
   stripe.slots = slots;
   stripe.capacity = capacity;
-}
-
-// Takes a slot out and moves later ones of its run back over it, so that no probe meets a gap.
-void Table::remove(Stripe& stripe, uint64_t position) {
-  Slot* const slots = stripe.slots;
-  const uint64_t capacity = stripe.capacity;
-  stripe.free_rows.push_back(slots[position].row - 1);
-  uint64_t hole = position, at = position;
-  for (;;) {
-    if (++at == capacity) at = 0;
-    if (slots[at].row == 0) break;
-    const uint64_t wants = home(mix(slots[at].key), capacity);
-    const bool stays = hole <= at ? (hole < wants && wants <= at) : (hole < wants || wants <= at);
-    if (stays) continue;
-    slots[hole] = slots[at];
-    hole = at;
-  }
-  slots[hole].row = 0;
-  --stripe.count;
 }
 
 // Counts a key that has no row; true once it may have one.
@@ -433,141 +388,6 @@ void Table::read_counters(const uint64_t* keys, size_t n, float* out) {
 
 void Table::contains(const uint64_t* keys, size_t n, uint8_t* out) {
   batch(keys, n, Missing::skip, false, nullptr, 0, [&](size_t i, const char* row, float*) { out[i] = row != nullptr; });
-}
-
-uint64_t Table::erase(const uint64_t* keys, size_t n) {
-  uint64_t erased = 0;
-  const Alone alone(gate_);  // nobody holds a pointer to a row that goes
-  for (size_t i = 0; i < n; ++i) {
-    const uint64_t hash = mix(keys[i]);
-    Stripe& stripe = stripe_of(hash);
-    const Slot* slot = find(stripe, keys[i], hash);
-    if (slot == nullptr) continue;
-    remove(stripe, static_cast<uint64_t>(slot - stripe.slots));
-    ++erased;
-  }
-  rows_.fetch_sub(erased, std::memory_order_relaxed);
-  evicted_.fetch_add(erased, std::memory_order_relaxed);
-  return erased;
-}
-
-uint64_t Table::remove_where(Stripe& stripe, const std::function<bool(const Slot&, const char*)>& goes) {
-  // Removing moves slots back, past the one looked at: keys are collected first.
-  std::vector<uint64_t> keys;
-  for (uint64_t at = 0; at < stripe.capacity; ++at) {
-    const Slot& slot = stripe.slots[at];
-    if (slot.row != 0 && goes(slot, row_at(stripe, slot.row - 1))) keys.push_back(slot.key);
-  }
-  for (const uint64_t key : keys) {
-    const Slot* slot = find(stripe, key, mix(key));
-    remove(stripe, static_cast<uint64_t>(slot - stripe.slots));
-  }
-  rows_.fetch_sub(keys.size(), std::memory_order_relaxed);
-  evicted_.fetch_add(keys.size(), std::memory_order_relaxed);
-  return keys.size();
-}
-
-// Brings a stripe an eighth below its quota: what is worth least goes, ties by hash.
-uint64_t Table::trim(Stripe& stripe) {
-  struct Worth {
-    float shows;
-    uint32_t seen;
-    uint64_t hash;
-    bool operator<(const Worth& o) const {
-      if (shows != o.shows) return shows < o.shows;
-      return seen != o.seen ? seen < o.seen : hash < o.hash;
-    }
-  };
-  const auto worth = [&](const Slot& slot, const char* row) {
-    float shows = 0.0f;
-    if (options_.least_shown) std::memcpy(&shows, row + spec_.layout.counters_at, 4);
-    return Worth{shows, slot.seen, mix(slot.key)};
-  };
-  std::vector<Worth> all;
-  all.reserve(stripe.count);
-  for (uint64_t at = 0; at < stripe.capacity; ++at) {
-    const Slot& slot = stripe.slots[at];
-    if (slot.row != 0) all.push_back(worth(slot, row_at(stripe, slot.row - 1)));
-  }
-  const uint64_t goal = quota_ - quota_ / 8;
-  const auto last = all.begin() + static_cast<std::ptrdiff_t>(stripe.count - goal);
-  std::nth_element(all.begin(), last, all.end());
-  const Worth bound = *last;
-  return remove_where(stripe, [&](const Slot& slot, const char* row) { return worth(slot, row) < bound; });
-}
-
-uint64_t Table::evict(int64_t max_age, float min_score, float show_weight, float click_weight) {
-  uint64_t gone = 0;
-  const Layout& layout = spec_.layout;
-  for (auto& stripe : stripes_) {
-    const Alone alone(gate_);  // a stripe at a time, so that training pauses briefly only
-    const auto now = static_cast<int64_t>(clock_.load(std::memory_order_relaxed));
-    gone += remove_where(*stripe, [&](const Slot& slot, const char* row) {
-      if (max_age >= 0 && now - static_cast<int64_t>(slot.seen) > max_age) return true;
-      if (!layout.counters || std::isnan(min_score)) return false;
-      float counters[2];
-      std::memcpy(counters, row + layout.counters_at, 8);
-      return show_weight * counters[0] + click_weight * counters[1] < min_score;
-    });
-  }
-  return gone;
-}
-
-void Table::decay(float factor) {
-  if (!spec_.layout.counters) return;
-  for (auto& stripe : stripes_) {
-    const Alone alone(gate_);
-    for (uint64_t at = 0; at < stripe->capacity; ++at) {
-      if (stripe->slots[at].row == 0) continue;
-      auto* const counters = reinterpret_cast<float*>(row_at(*stripe, stripe->slots[at].row - 1) + spec_.layout.counters_at);
-      counters[0] *= factor;
-      counters[1] *= factor;
-    }
-  }
-}
-
-void Table::stripe_rows(int index, std::vector<uint64_t>& keys, std::vector<float>& values, std::vector<float>& state) {
-  const Inside inside(gate_);
-  Stripe& stripe = *stripes_.at(static_cast<size_t>(index));
-  const std::lock_guard<std::mutex> lock(stripe.mutex);
-  const auto dim = static_cast<size_t>(spec_.layout.dim);
-  const auto width = static_cast<size_t>(spec_.layout.state);
-  keys.resize(stripe.count);
-  values.resize(stripe.count * dim);
-  state.resize(stripe.count * width);
-  size_t i = 0;
-  for (uint64_t at = 0; at < stripe.capacity; ++at) {
-    const Slot& slot = stripe.slots[at];
-    if (slot.row == 0) continue;
-    const char* const row = row_at(stripe, slot.row - 1);
-    keys[i] = slot.key;
-    read_value(spec_.layout, row, values.data() + i * dim);
-    if (width > 0) std::memcpy(state.data() + i * width, row + spec_.layout.state_at, 4 * width);
-    ++i;
-  }
-}
-
-uint64_t Table::tick() {
-  const Alone alone(gate_);  // calls under way have ended: what they touched is older than the new time
-  return clock_.fetch_add(1, std::memory_order_relaxed) + 1;
-}
-
-TableStats Table::stats() {
-  const Inside inside(gate_);
-  TableStats stats;
-  stats.rows = size();
-  stats.born = born_.load(std::memory_order_relaxed);
-  stats.evicted = evicted_.load(std::memory_order_relaxed);
-  stats.refused = refused_.load(std::memory_order_relaxed);
-  stats.unadmitted = unadmitted_.load(std::memory_order_relaxed);
-  stats.clock = clock_.load(std::memory_order_relaxed);
-  stats.payload_bytes = stats.rows * spec_.layout.stride;
-  stats.arena_bytes = arena_->bytes();
-  for (auto& stripe : stripes_) {
-    const std::lock_guard<std::mutex> lock(stripe->mutex);
-    stats.index_bytes += stripe->slots_block.size();
-  }
-  return stats;
 }
 
 }  // namespace plsc

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "bits.h"
 #include "rules.h"
 
 namespace plsc {
@@ -61,12 +62,37 @@ class Gate {
   std::shared_mutex room_;
 };
 
+class Inside {
+ public:
+  explicit Inside(Gate& gate) : gate_(gate) { gate_.enter(); }
+  ~Inside() { gate_.leave(); }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+ private:
+  Gate& gate_;
+};
+
+class Alone {
+ public:
+  explicit Alone(Gate& gate) : gate_(gate) { gate_.enter_alone(); }
+  ~Alone() { gate_.leave_alone(); }
+  Alone(const Alone&) = delete;
+  Alone& operator=(const Alone&) = delete;
+
+ private:
+  Gate& gate_;
+};
+
 struct Slot {
   uint64_t key;
   uint32_t row;   // row number + 1; 0: free
   uint32_t seen;  // the table's clock when the row was born or last pushed to
 };
 static_assert(sizeof(Slot) == 16, "four slots a cache line");
+
+// A slot's home: hashes keep their order, so an index of any size can be regrown in one sweep.
+inline uint64_t home(uint64_t hash, uint64_t capacity) { return scale_to(hash, capacity); }
 
 // One lock's part of a table: open addressing with linear probing, rows in slabs that never move.
 struct alignas(64) Stripe {

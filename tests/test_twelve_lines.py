@@ -20,7 +20,7 @@ def script() -> str:
         "    mean = fleet.comm.all_reduce(loss.detach().double()).wait() / fleet.world_size\n"
         "    if fleet.rank == 0: print('loss', float(mean))\n"
     )
-    return "torch = __import__('torch'); torch.manual_seed(0)\n" + block.replace("    fleet.step", show + "    fleet.step")
+    return "import torch; torch.manual_seed(0)\n" + block.replace("    fleet.step", show + "    fleet.step")
 
 
 def losses(folder: Path, world: int) -> list[float]:

@@ -420,7 +420,7 @@ def test_contract(how: Any, world_size: int, start_ranks: Any, finish_ranks: Any
     if callable(how):
         how(world_size)
         return
-    texts = finish_ranks(start_ranks(Path(__file__), world_size, how), 100.0)
+    texts = finish_ranks(start_ranks(Path(__file__), world_size, how), 240.0)
     assert all(text.strip().endswith("kept") for text in texts), "\n".join(texts)
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/loader.py                      # 2,000 files of 112 x 112 made on the spot
     python benchmarks/loader.py --folder DIR         # your own DIR/NAME/*.jpg
+    python benchmarks/loader.py --containers list rec tar parquet     # the same images in other containers too
 
 Bare: each file is read, decoded and mirrored, by Pillow (numpy takes the pixels) and, where it is installed, by
 simplejpeg and numpy: the decoder that the loader then uses too. Loader: one worker process, random mirror,
@@ -21,7 +22,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from plsc.data import Augment, ImageFolder, Loader, Synthetic
+from plsc.data import Augment, Dataset, ImageFolder, Loader, Synthetic, convert, open_images
+
+TARGETS = {"list": "x.txt", "rec": "x.rec", "tar": "x.tar", "parquet": "x.parquet"}
 
 
 def make_jpegs(folder: Path, count: int) -> None:
@@ -59,7 +62,7 @@ def time_simplejpeg(paths: list[str]) -> float:
     return len(paths) / (processor_seconds()[0] - start)
 
 
-def time_loader(dataset: ImageFolder, batch_size: int, workers: int, epochs: int) -> tuple[float, float]:
+def time_loader(dataset: Dataset, batch_size: int, workers: int, epochs: int) -> tuple[float, float]:
     """Images a second of all processor time, and of the workers' alone (inf without workers)."""
     start, start_children = processor_seconds()
     loader = Loader(dataset, batch_size, transform=Augment(), workers=workers)
@@ -74,6 +77,7 @@ def time_loader(dataset: ImageFolder, batch_size: int, workers: int, epochs: int
 def main() -> None:
     parser = argparse.ArgumentParser(description="images a second of processor time: loader against bare decoding")
     parser.add_argument("--folder", help="DIR/NAME/*.jpg to read (default: made on the spot)")
+    parser.add_argument("--containers", nargs="*", default=[], choices=TARGETS)
     parser.add_argument("--images", type=int, default=2000, help="how many to make")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--workers", type=int, default=1)
@@ -81,28 +85,39 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as packed:
         if args.folder is None:
             make_jpegs(Path(scratch), args.images)
         dataset = ImageFolder(args.folder or scratch)
         paths = [os.path.join(dataset.root, dataset.name(i)) for i in range(len(dataset))]
         size = np.mean([os.path.getsize(path) for path in paths])
         print(f"{len(paths)} files of {size / 1000:.1f} kB, batches of {args.batch_size}, {args.workers} worker(s)")
-        pillow, turbo, loader, worker = [], [], [], []
+        sets: dict[str, Dataset] = {"folder": dataset}
+        for kind in args.containers:
+            target = os.path.join(packed, TARGETS[kind])
+            convert(dataset, target)
+            sets[kind] = open_images(target)
+        pillow, turbo = [], []
+        loader: dict[str, list[float]] = {kind: [] for kind in sets}
+        worker: dict[str, list[float]] = {kind: [] for kind in sets}
         for _ in range(args.rounds):
             pillow.append(time_bare(paths * args.epochs))
             if importlib.util.find_spec("simplejpeg"):
                 turbo.append(time_simplejpeg(paths * args.epochs))
-            both, alone = time_loader(dataset, args.batch_size, args.workers, args.epochs)
-            loader.append(both)
-            worker.append(alone)
+            for kind, each in sets.items():
+                both, alone = time_loader(each, args.batch_size, args.workers, args.epochs)
+                loader[kind].append(both)
+                worker[kind].append(alone)
     print("images a second of processor time, median of rounds (range), and as a share of each bare decoder")
     base = [statistics.median(rates) for rates in (pillow, turbo) if rates]
-    for name, rates in (("pillow", pillow), ("simplejpeg", turbo), ("loader", loader), ("worker", worker)):
+    rows = [("pillow", pillow), ("simplejpeg", turbo)]
+    for kind in sets:
+        rows += [(f"{kind}: loader", loader[kind]), (f"{kind}: worker", worker[kind])]
+    for name, rates in rows:
         if rates:
             rate = statistics.median(rates)
             shares = ", ".join(f"{rate / other:.2f}" for other in base)
-            print(f"{name:12}{rate:8.0f} ({min(rates):.0f} to {max(rates):.0f})   {shares}")
+            print(f"{name:16}{rate:8.0f} ({min(rates):.0f} to {max(rates):.0f})   {shares}")
 
 
 if __name__ == "__main__":

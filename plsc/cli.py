@@ -1,7 +1,8 @@
-"""The commands plsc-train, plsc-eval and plsc-export; the only place that prints and that reads flags."""
+"""The commands plsc-train, -eval, -export, -embed and plsc-data; the only place that prints and that reads flags."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 from plsc.comm import CommError, Communicator, LocalCommunicator, connect
 from plsc.comm.torch_distributed import Launch
+from plsc.data import convert, health, make_pairs, open_images, split, write_pairs
 from plsc.fleet import NonFiniteLoss
 from plsc.train.checkpoint import CheckpointError, Checkpoints
 from plsc.train.config import Config, dump, list_recipes, load_recipe
@@ -47,20 +49,108 @@ def export(argv: Sequence[str] | None = None) -> int:
     return _again("plsc-export", "export", sys.argv[1:] if argv is None else argv)
 
 
-def work(command: str, config_file: str) -> int:
+def embed(argv: Sequence[str] | None = None) -> int:
+    """plsc-embed RUN DATA [--out FILE] [flags]: embeddings of a data set by a run's newest checkpoint."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if len(args) < 2 or args[0].startswith("-") or args[1].startswith("-"):
+        print(
+            "usage: plsc-embed RUN DATA [--out FILE] [--nproc N] [--eval.batch-size B] ...\n\n"
+            "RUN is the folder that plsc-train wrote. DATA is a folder, .zip, list, .rec, .tar, .parquet or .bin.\n"
+            "FILE (.safetensors or .parquet; default RUN/export/NAME-OF-DATA.safetensors) gets one row an image."
+        )
+        return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
+    folder, source, *flags = args
+    name = os.path.splitext(os.path.basename(os.path.normpath(source)))[0].replace("*", "") or "embeddings"
+    target = os.path.join(folder, "export", f"{name}.safetensors")
+    if "--out" in flags:
+        at = flags.index("--out")
+        target, flags = (flags[at + 1 : at + 2] or [""])[0], flags[:at] + flags[at + 2 :]
+
+    def check() -> None:
+        if not target.endswith((".safetensors", ".parquet")):
+            raise ValueError(f"got --out {target!r}, expected a file .safetensors or .parquet")
+
+    return _again("plsc-embed", "embed", [folder, *flags], [source, target], check)
+
+
+def data(argv: Sequence[str] | None = None) -> int:
+    """plsc-data verify | stats | convert | split | pairs: what a data set holds, and its way to another container."""
+    parser = argparse.ArgumentParser(
+        prog="plsc-data",
+        description="PATH: a folder NAME/*.jpg, .zip of it, list (.txt), .rec, .tar, .parquet or .bin.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, words, places in (
+        ("verify", "read every image: broken ones, repeats, one picture under two labels, sizes, speed", ["path"]),
+        ("stats", "what the labels say, in seconds", ["path"]),
+        (
+            "convert",
+            "write PATH as TARGET (folder, .txt, .rec, .tar, x-{}.tar, .parquet), bytes kept",
+            ["path", "target"],
+        ),
+        ("split", "write most classes of PATH to TRAIN and the others to TEST", ["path", "train", "test"]),
+        ("pairs", "draw verification pairs, in LFW's format", ["path", "target"]),
+    ):
+        command = commands.add_parser(name, help=words, description=words)
+        for place in places:
+            command.add_argument(place)
+        if name == "verify":
+            command.add_argument("--limit", type=int, default=0, help="look at so many images only, evenly spaced")
+        if name == "split":
+            command.add_argument("--share", type=float, default=0.1, help="of the classes, for TEST")
+        if name == "pairs":
+            command.add_argument("--num-pairs", type=int, default=6000)
+            command.add_argument("--folds", type=int, default=10)
+        if name in ("split", "pairs"):
+            command.add_argument("--seed", type=int, default=0)
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return _guarded(lambda: _data(args))
+
+
+def work(command: str, config_file: str, *extra: str) -> int:
     """What each rank runs that `_launch` started: the command with the config that was resolved once, there."""
-    return _guarded(lambda: _work(command, load_recipe(config_file)))
+    return _guarded(lambda: _work(command, load_recipe(config_file), extra))
 
 
 # ---- inside
 
 
-def _again(prog: str, command: str, args: Sequence[str]) -> int:
+def _data(args: argparse.Namespace) -> int:
+    """1 where `verify` found what spoils training."""
+    source = open_images(args.path)
+    if args.command in ("verify", "stats"):
+        bar = _Bar("reading")
+        found = (
+            health.verify(source, limit=args.limit, progress=bar) if args.command == "verify" else health.count(source)
+        )
+        print("\n".join(found.lines()))
+        return 0 if found.sound else EXIT_FAILURE
+    if args.command == "convert":
+        convert(source, args.target, progress=_Bar("writing"))
+        print(f"written: {args.target}")
+    elif args.command == "split":
+        kept, held = split(source, [args.train, args.test], share=args.share, seed=args.seed)
+        print(f"written: {args.train} ({kept} classes), {args.test} ({held} classes)")
+    else:
+        pairs = make_pairs(source.labels, num_pairs=args.num_pairs, folds=args.folds, seed=args.seed)
+        write_pairs(args.target, pairs, [source.name(i) for i in range(len(source))])
+        print(f"written: {args.target} ({len(pairs)} pairs)")
+    return 0
+
+
+def _again(
+    prog: str, command: str, args: Sequence[str], extra: Sequence[str] = (), check: Callable[[], None] | None = None
+) -> int:
     if not args or args[0].startswith("-"):
         print(f"usage: {prog} RUN [flags]\n\nRUN is the folder that plsc-train wrote (its --out).")
         return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
 
     def run() -> int:
+        if check is not None:
+            check()
         folder, config_file = args[0], Path(args[0]) / "config.toml"
         if not config_file.is_file():
             raise ValueError(f"{folder} is not a run: it has no config.toml; expected the --out folder of plsc-train")
@@ -68,29 +158,37 @@ def _again(prog: str, command: str, args: Sequence[str]) -> int:
             raise ValueError(f"--out is for plsc-train; {prog} reads and writes {folder}")
         if _newest(folder) is None:
             raise ValueError(f"{folder} has no whole checkpoint; train it first with plsc-train")
-        return _start(command, replace(_parse(prog, [str(config_file), *args[1:]]), out=folder))
+        return _start(command, replace(_parse(prog, [str(config_file), *args[1:]]), out=folder), extra)
 
     return _guarded(run)
 
 
-def _start(command: str, config: Config) -> int:
+def _start(command: str, config: Config, extra: Sequence[str] = ()) -> int:
     """In this process, or in `nproc` ranks of it where no launcher has started this one."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for "module:attr" in recipes
     started = Launch.read()
     if config.nproc > 1 and (started is None or started.world_size == 1):
-        return _launch(command, config)
-    return _work(command, config)
+        return _launch(command, config, extra)
+    return _work(command, config, extra)
 
 
-def _launch(command: str, config: Config) -> int:
+def _launch(command: str, config: Config, extra: Sequence[str]) -> int:
     """The command on the ranks of this machine; what one of them fails with is said once, here."""
     with tempfile.TemporaryDirectory(prefix="plsc-") as name:
         config_file, reports = Path(name) / "config.toml", Path(name) / "reports"
         config_file.write_text(dump(config), encoding="utf-8")
         reports.mkdir()
         start = f"import sys; sys.path[:] = {sys.path!r}; from plsc.cli import work; sys.exit(work(*sys.argv[1:]))"
-        ranks = [sys.executable, "-P", "-c", start, command, str(config_file)]  # modules are found as they are here
+        ranks = [
+            sys.executable,
+            "-P",
+            "-c",
+            start,
+            command,
+            str(config_file),
+            *extra,
+        ]  # modules are found as they are here
         outcome = launch(ranks, config.nproc, folder=reports)
     if outcome.message:
         print(outcome.message, file=sys.stderr)
@@ -101,7 +199,7 @@ def _launch(command: str, config: Config) -> int:
     return outcome.code
 
 
-def _work(command: str, config: Config) -> int:
+def _work(command: str, config: Config, extra: Sequence[str]) -> int:
     """This process's part of a command, as one rank of a world or alone."""
     if Launch.read() is not None:
         die_with_parent()
@@ -114,6 +212,12 @@ def _work(command: str, config: Config) -> int:
             result = run.train(config, comm=comm, progress=_Bar("drawing glyphs") if comm.rank == 0 else None)
         elif command == "evaluate":
             result = run.evaluate(config, comm=comm)
+        elif command == "embed":
+            bar = _Bar("embedding") if comm.rank == 0 else None
+            run.embed_images(config, *extra, comm=comm, progress=bar)
+            result = None
+            if comm.rank == 0:
+                print(f"written: {extra[1]}")
         else:
             result = run.export(config, comm=comm)
     if comm.rank == 0 and result is not None:

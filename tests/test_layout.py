@@ -21,10 +21,21 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 RECIPES = sorted(PACKAGE.glob("recipes/*.toml"))
 NOT_INSTALLED = ["cuda", "datasets", "tools", "benchmarks", "tests", "docs"]
 # Imported where they are used, with a clear error when missing; not dependencies. Each with its file count's limit.
-FEW_IMPORTERS = {"cupy": 2, "tyro": 1}
+FEW_IMPORTERS = {"cupy": 2, "tyro": 1, "pyarrow": 1, "simplejpeg": 1}
 OPTIONAL = {"cupy"}
 # Importing plsc in somebody's own training script must not cost these.
-HEAVY = ["tyro", "cupy", "matplotlib", "fontTools", "tensorboard", "onnx", "onnxscript", "onnxruntime"]
+HEAVY = [
+    "tyro",
+    "pyarrow",
+    "simplejpeg",
+    "cupy",
+    "matplotlib",
+    "fontTools",
+    "tensorboard",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+]
 
 
 def relative(path: Path) -> str:

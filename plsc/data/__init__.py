@@ -1,28 +1,44 @@
 """Data sets and the loader that deals them to ranks; imports nothing else of plsc."""
 
+from plsc.data.clicks import CRITEO, Clicks, Columns, LibSVM
+from plsc.data.convert import convert, open_images, split
 from plsc.data.glyphs import Glyphs
 from plsc.data.images import ImageFolder, ImageList
-from plsc.data.loader import Dataset, Loader, batches
-from plsc.data.pairs import Pairs, make_pairs, read_pairs
+from plsc.data.loader import Loader, batches
+from plsc.data.pairs import Pairs, make_pairs, read_pairs, write_pairs
+from plsc.data.parquet import ParquetImages
+from plsc.data.reading import Dataset
 from plsc.data.recordio import RecordIO
 from plsc.data.records import RecordWriter
 from plsc.data.synthetic import Synthetic
-from plsc.data.transforms import Augment
+from plsc.data.tar import TarShards
+from plsc.data.transforms import AUGMENTS, Augment
 from plsc.data.verification import VerificationSet
 
 __all__ = [
+    "AUGMENTS",
+    "CRITEO",
     "Augment",
+    "Clicks",
+    "Columns",
     "Dataset",
     "Glyphs",
     "ImageFolder",
     "ImageList",
+    "LibSVM",
     "Loader",
     "Pairs",
+    "ParquetImages",
     "RecordIO",
     "RecordWriter",
     "Synthetic",
+    "TarShards",
     "VerificationSet",
     "batches",
+    "convert",
     "make_pairs",
+    "open_images",
     "read_pairs",
+    "split",
+    "write_pairs",
 ]

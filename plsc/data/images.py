@@ -20,7 +20,7 @@ from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +41,34 @@ def decode_image(data: bytes, image_size: int, channels: int = 3, *, name: str =
     if channels == 3 and data[:2] == b"\xff\xd8" and (pixels := _decode_jpeg(data, image_size)) is not None:
         return pixels
     mode = "RGB" if channels == 3 else "L"
-    try:
-        image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
-        most = Image.MAX_IMAGE_PIXELS
-        if most is not None and image.width * image.height > most:
-            raise ValueError(f"{image.width} x {image.height} pixels, more than the {most} that Pillow deems safe")
-        if min(image.size) >= 2 * image_size:
-            image.draft(mode, (image_size, image_size))
-        image.load()
-    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more, by the kind of damage
-        raise ValueError(f"{name}: broken or unknown image ({error}); expected one of {', '.join(_FORMATS)}") from error
-    if image.info.get("exif"):
-        image = _upright(image)
-    if image.mode != mode:
-        image = _convert(image, mode, name)
+    image = _open_image(data, mode, image_size, name)[0]
     if image.size != (image_size, image_size):
         image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
     return np.asarray(image).reshape(image_size, image_size, channels)
+
+
+def read_pixels(data: bytes, *, name: str = "image") -> tuple[NDArray[np.uint8], str]:
+    """An encoded image at its own size as uint8 [H, W, 3], and what kind it is: format and mode, such as "JPEG RGB"."""
+    image, kind = _open_image(data, "RGB", None, name)
+    return np.asarray(image), kind
+
+
+def _open_image(data: bytes, mode: str, image_size: int | None, name: str) -> tuple[Image.Image, str]:
+    """Decodes by Pillow, upright and of that mode; a JPEG much larger than image_size at a reduced scale."""
+    try:
+        image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        kind, most = f"{image.format} {image.mode}", Image.MAX_IMAGE_PIXELS
+        if most is not None and image.width * image.height > most:
+            raise ValueError(f"{image.width} x {image.height} pixels, more than the {most} that Pillow deems safe")
+        if image_size is not None and min(image.size) >= 2 * image_size:
+            image.draft(mode, (image_size, image_size))
+        image.load()
+    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more, by the kind of damage
+        why = "it is none of the known" if isinstance(error, UnidentifiedImageError) else error
+        raise ValueError(f"{name}: broken or unknown image ({why}); expected one of {', '.join(_FORMATS)}") from error
+    if image.info.get("exif"):
+        image = _upright(image)
+    return (image if image.mode == mode else _convert(image, mode, name)), kind
 
 
 def _decode_jpeg(data: bytes, image_size: int) -> NDArray[np.uint8] | None:
@@ -105,17 +116,19 @@ def _convert(image: Image.Image, mode: str, name: str) -> Image.Image:
     return image.convert(mode)
 
 
-def read_file(path: str) -> bytes:
-    """A file whole; a third of the cost of `open` for small ones."""
-    number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+def read_file(path: str, offset: int = 0, size: int | None = None) -> bytes:
+    """A file whole, or a stretch of it; half the cost of `open` for small ones. ValueError where it ends too early."""
+    number = os.open(path, os.O_RDONLY)
     try:
-        size = os.fstat(number).st_size
-        data = os.read(number, size + 1)
-        while len(data) < size and (more := os.read(number, size - len(data))):  # 2 GiB at once, or a network disk
-            data += more
-        return data
+        wanted = os.fstat(number).st_size - offset if size is None else size
+        data = os.pread(number, wanted, offset)
+        while len(data) < wanted and (more := os.pread(number, wanted - len(data), offset + len(data))):
+            data += more  # more than 2 GiB, or a network disk
     finally:
         os.close(number)
+    if size is not None and len(data) < size:
+        raise ValueError(f"{path}: got {len(data)} of {size} bytes at byte {offset}; the file changed or is cut short")
+    return data
 
 
 class PackedStrings(Sequence[str]):

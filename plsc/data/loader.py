@@ -5,14 +5,13 @@ rank r the r-th contiguous piece; augmentation is keyed by (seed, epoch, sample)
 any number of ranks and with any number of worker processes.
 """
 
-import logging
 import math
 import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,40 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-logger = logging.getLogger(__name__)
+from plsc.data.reading import BadImage, BadImages, Dataset, Item, Read, Reader, Transform
 
 POLICIES = ("redraw", "raise")  # for images that cannot be read
-_ORDER, _AUGMENT, _REDRAW = 1, 2, 3  # streams of random numbers
-_REDRAWS = 100  # samples tried in place of a bad one
-_BAD_SHARE = 0.01  # of a rank's samples in an epoch: more bad ones stop the run
-_NAMED, _LOGGED = 5, 20  # bad images named in an error, and in the log
-
-Transform = Callable[[NDArray[np.uint8], np.random.Generator], NDArray[np.uint8]]
-_Item = tuple[int, NDArray[Any]]  # (epoch, integers: the samples of a batch)
-_Bad = tuple[int, str]  # (a sample that cannot be read, why)
-_Read = tuple[int, NDArray[Any], list[_Bad]]  # (slot that holds the images, samples read, samples replaced)
-
-
-class Dataset(Protocol):
-    """What the loader reads: samples by number, with all labels known beforehand."""
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """[N] classes from 0, -1 for a sample to ignore."""
-        ...
-
-    @property
-    def num_classes(self) -> int: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int, /) -> tuple[NDArray[np.uint8], int]:
-        """The image, uint8 [H, W, C], and its label."""
-        ...
-
-    def name(self, i: int, /) -> str:
-        """What to call sample i in a message."""
-        ...
+_ORDER = 1  # stream of random numbers
 
 
 class Loader:
@@ -67,7 +36,8 @@ class Loader:
     stands another sample with its own label, chosen by (seed, epoch, sample), so the same on any number of ranks.
     `num_bad` counts them, the log names each once (20 at most); more than one and more than 1 % of a rank's samples of
     an epoch stop it with a ValueError.
-    ValueError: batch_size that does not divide or exceeds the data set, labels of a wrong kind or range.
+    ValueError: batch_size that does not divide or exceeds the data set, labels of a wrong kind or range; from `epochs`,
+    an image that cannot be read, by name.
     """
 
     def __init__(
@@ -111,7 +81,7 @@ class Loader:
         self._transform = transform
         self._workers, self._prefetch, self._start_method = workers, prefetch, start_method
         self._redraw = on_bad_image == "redraw"
-        self._bad = _BadImages(len(dataset) // world_size)
+        self._bad = BadImages(len(dataset) // world_size)
         self._pipeline: _Pipeline | None = None
 
     @property
@@ -239,7 +209,7 @@ class _Order:
         self._share = batch_size // world_size
         self._first = rank * self._share
 
-    def __iter__(self) -> Iterator[_Item]:
+    def __iter__(self) -> Iterator[Item]:
         epoch = self.epoch
         order = np.arange(self._samples, dtype=np.int32 if self._samples < 2**31 else np.int64)
         if self._seed is not None:
@@ -260,7 +230,7 @@ class _Pipeline:
     def __init__(
         self,
         dataset: Dataset,
-        items: Iterable[_Item],
+        items: Iterable[Item],
         probe: int,
         share: int,
         device: torch.device,
@@ -271,9 +241,9 @@ class _Pipeline:
         prefetch: int = 2,
         persistent: bool = False,
         start_method: str | None = None,
-        bad: "_BadImages | None" = None,
+        bad: BadImages | None = None,
     ) -> None:
-        reader = _Reader(dataset, transform, seed, redraw=bad is not None)
+        reader = Reader(dataset, transform, seed, redraw=bad is not None)
         image_shape = reader.read_any(probe, 0)[0].shape
         # Of the batches asked for, at most workers * prefetch are not yet taken; the one just taken is still read.
         num_slots = workers * prefetch + 1
@@ -282,7 +252,7 @@ class _Pipeline:
         self._reader, self._device, self._workers = reader, device, workers
         self._buffers = _Buffers()
         self._bad = bad
-        self._loader: DataLoader[_Read] = DataLoader(
+        self._loader: DataLoader[Read] = DataLoader(
             reader,  # type: ignore[arg-type]
             batch_size=None,  # the reader makes whole batches
             sampler=_Numbered(items, num_slots),
@@ -297,6 +267,8 @@ class _Pipeline:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         labels_of = self._reader.dataset.labels
         for slot, samples, replaced in self._slots_read():
+            if isinstance(replaced, str):
+                raise BadImage(replaced)
             if replaced:
                 assert self._bad is not None
                 self._bad.note(replaced)
@@ -304,7 +276,7 @@ class _Pipeline:
             labels = torch.from_numpy(np.asarray(labels_of[samples], np.int64))
             yield images, labels.to(self._device)
 
-    def _slots_read(self) -> Iterator[_Read]:
+    def _slots_read(self) -> Iterator[Read]:
         if not self._workers:
             yield from self._loader
             return
@@ -325,9 +297,11 @@ class _Pipeline:
         """(x - 127.5) / 127.5 of uint8 [b, H, W, C] in float32, on the device: a quarter of the bytes travel."""
         if self._device.type == "cpu":
             images = self._buffers.take(tuple(pixels.shape))
-            array, middle = images.numpy(), np.float32(127.5)
-            np.subtract(pixels.numpy(), middle, out=array, dtype=np.float32)  # converts on the way: torch would copy
-            np.divide(array, middle, out=array)
+            array, source, middle = images.numpy(), pixels.numpy(), np.float32(127.5)
+            for at in range(0, len(array), 4):  # a few images at a time: the second pass finds them in the cache
+                part = array[at : at + 4]
+                np.subtract(source[at : at + 4], middle, out=part, dtype=np.float32)  # converts on the way
+                np.divide(part, middle, out=part)
             return images
         if self._device.type == "cuda":
             pixels = pixels.pin_memory()  # a copy, so that the slot is free while the transfer goes on
@@ -337,130 +311,11 @@ class _Pipeline:
 class _Numbered:
     """Items with the slot each is to be read into, in turn."""
 
-    def __init__(self, items: Iterable[_Item], num_slots: int) -> None:
+    def __init__(self, items: Iterable[Item], num_slots: int) -> None:
         self._items, self._num_slots = items, num_slots
 
-    def __iter__(self) -> Iterator[tuple[int, _Item]]:
+    def __iter__(self) -> Iterator[tuple[int, Item]]:
         return ((number % self._num_slots, item) for number, item in enumerate(self._items))
-
-
-class _Reader:
-    """Reads a batch into a slot, in a worker process."""
-
-    def __init__(self, dataset: Dataset, transform: Transform | None, seed: int, *, redraw: bool = False) -> None:
-        self.dataset, self._transform = dataset, transform
-        self._seed, self._redraw = seed, redraw
-        self.slots = torch.empty(0, dtype=torch.uint8)  # [slots, b, H, W, C]
-        self._bits = np.random.Philox()
-        self._rng = np.random.Generator(self._bits)
-        self._counter = np.zeros(4, np.uint64)
-        self._state: Any = {
-            "bit_generator": "Philox",
-            "state": {"counter": self._counter, "key": np.array([seed, _AUGMENT], np.uint64)},
-            "buffer": np.zeros(4, np.uint64),
-            "buffer_pos": 4,
-            "has_uint32": 0,
-            "uinteger": 0,
-        }
-
-    def __getitem__(self, numbered: tuple[int, _Item]) -> _Read:
-        slot, (epoch, samples) = numbered
-        into = self.slots[slot].numpy()  # [b, H, W, C]
-        replaced: list[_Bad] = []
-        for k, i in enumerate(samples.tolist()):
-            image, j = self.read_any(i, epoch, replaced)
-            if image.shape != into.shape[1:]:
-                raise RuntimeError(
-                    f"sample {j} ({self.dataset.name(j)}) has shape {image.shape} (H, W, C), others {into.shape[1:]}; "
-                    "give the data set one image_size"
-                )
-            if image.strides[-2] < 0:  # mirrored: numpy would copy it pixel by pixel
-                for colour in range(image.shape[2]):
-                    into[k, :, :, colour] = image[:, :, colour]
-            else:
-                into[k] = image
-            if j != i:
-                samples = np.where(np.arange(len(samples)) == k, j, samples)  # a copy: it may be a piece of the order
-        return slot, samples, replaced
-
-    def read_any(self, i: int, epoch: int, replaced: list[_Bad] | None = None) -> tuple[NDArray[np.uint8], int]:
-        """Sample i as the transform leaves it, or, under "redraw", another for one that cannot be read, and which."""
-        if not self._redraw:
-            return self.read(i, epoch), i
-        try:
-            return self.read(i, epoch), i
-        except _BadImage as error:
-            failed = [(i, str(error))]
-        bits = np.random.Philox(key=[self._seed, _REDRAW], counter=[0, 0, epoch, i])
-        for j in np.random.Generator(bits).integers(len(self.dataset), size=_REDRAWS).tolist():
-            try:
-                image = self.read(j, epoch, drawn_as=i)
-            except _BadImage as error:
-                failed.append((j, str(error)))
-                continue
-            if replaced is not None:
-                replaced.append(failed[0])
-            return image, j
-        shown = "; ".join(why for _, why in failed[:_NAMED])
-        raise ValueError(f"none of {len(failed)} samples drawn in turn can be read: {shown}")
-
-    def read(self, i: int, epoch: int, *, drawn_as: int | None = None) -> NDArray[np.uint8]:
-        """Sample i as the transform leaves it, uint8 [H, W, C]; drawn_as: whose random numbers it takes."""
-        try:
-            image = self.dataset[i][0]
-        except (ValueError, OSError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise _BadImage(f"sample {i} ({self.dataset.name(i)}) cannot be read: {what}") from error
-        except Exception as error:  # whatever it is, the user must learn which sample
-            what = f"{type(error).__name__}: {error}"
-            raise RuntimeError(f"sample {i} ({self.dataset.name(i)}) cannot be read: {what}") from error
-        if self._transform is not None:
-            try:
-                image = self._transform(image, self._random(epoch, i if drawn_as is None else drawn_as))
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                raise RuntimeError(f"sample {i} ({self.dataset.name(i)}) cannot be changed: {what}") from error
-        if image.dtype != np.uint8 or image.ndim != 3:
-            raise RuntimeError(
-                f"sample {i} ({self.dataset.name(i)}) is {image.dtype} {image.shape}, expected uint8 (H, W, C)"
-            )
-        return image
-
-    def _random(self, epoch: int, i: int) -> np.random.Generator:
-        """The generator of a sample in an epoch; resetting one costs a quarter of making one."""
-        self._counter[2], self._counter[3] = epoch, i
-        self._bits.state = self._state
-        return self._rng
-
-
-class _BadImage(RuntimeError):
-    """A sample whose image the data set cannot give."""
-
-
-class _BadImages:
-    """Counts the samples that were replaced, names each once in the log, and stops when they are too many."""
-
-    def __init__(self, samples: int) -> None:
-        self.count, self.in_epoch = 0, 0
-        self._samples, self._limit = samples, max(1, int(samples * _BAD_SHARE))
-        self._seen: dict[int, str] = {}
-
-    def note(self, bad: list[_Bad]) -> None:
-        for i, why in bad:
-            self.count += 1
-            self.in_epoch += 1
-            if i not in self._seen:
-                self._seen[i] = why if len(self._seen) < _LOGGED else ""
-                if self._seen[i]:
-                    logger.warning("%s; another sample takes its place", why)
-                if len(self._seen) == _LOGGED:
-                    logger.warning("%d images cannot be read so far; further ones are only counted", _LOGGED)
-        if self.in_epoch > self._limit:
-            shown = "; ".join([why for why in self._seen.values() if why][:_NAMED])
-            raise ValueError(
-                f"{self.in_epoch} images of this epoch cannot be read, more than 1 % of {self._samples}: {shown}; "
-                "`plsc-data verify` lists them all"
-            )
 
 
 class _Buffers:

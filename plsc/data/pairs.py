@@ -59,6 +59,35 @@ def read_pairs(path: str | os.PathLike[str], names: Sequence[str]) -> Pairs:
     return Pairs(pairs[:, 0].copy(), pairs[:, 1].copy(), same, folds)
 
 
+def write_pairs(path: str | os.PathLike[str], pairs: Pairs, names: Sequence[str]) -> None:
+    """Writes pairs as LFW's pairs.txt, which `read_pairs` reads with the same names, each NAME_0001.jpg or the like.
+
+    ValueError: names of another form, folds that are not equally many pairs of each kind, in this order.
+    """
+    each = len(pairs) // (2 * pairs.num_folds)
+    expected = np.tile(np.repeat([True, False], each), pairs.num_folds)
+    if not np.array_equal(np.asarray(pairs.same, np.bool_), expected):
+        raise ValueError(f"{path}: expected folds of {each} same and then {each} different pairs")
+    lines = [f"{pairs.num_folds}\t{each}"]
+    for first, second, same in zip(pairs.first.tolist(), pairs.second.tolist(), pairs.same.tolist(), strict=True):
+        (person, i), (other, j) = (_person(path, names[row]) for row in (first, second))
+        if (person == other) != same:
+            raise ValueError(f"{path}: {names[first]} and {names[second]} contradict their labels by their names")
+        lines.append(f"{person}\t{i}\t{j}" if same else f"{person}\t{i}\t{other}\t{j}")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+def _person(path: str | os.PathLike[str], name: str) -> tuple[str, int]:
+    person, _, number = PurePosixPath(name).stem.rpartition("_")
+    if not person or not number.isdigit() or f"{int(number):04d}" != number or len(person.split()) != 1:
+        raise ValueError(
+            f"{path}: got an image named {name}, expected NAME_0001.jpg without blanks; `plsc-data convert` to .rec, "
+            "and from there to a folder, names images so"
+        )
+    return person, int(number)
+
+
 def make_pairs(labels: NDArray[np.integer], *, num_pairs: int, folds: int = 10, seed: int = 0) -> Pairs:
     """Draws pairs without repeats, half of one class and half of two; no class stands in two folds.
 

@@ -45,6 +45,10 @@ class VerificationSet:
     def name(self, i: int) -> str:
         return f"{self.path}, image {i} (pair {i // 2})"
 
+    def encoded(self, i: int) -> bytes:
+        """Image i as the file holds it."""
+        return self._images[i]
+
     def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
         if not 0 <= i < len(self):
             raise IndexError(f"got image {i}, expected 0 to {len(self) - 1}")

@@ -15,14 +15,17 @@ from torch.optim import Optimizer
 
 from plsc.comm import Communicator
 from plsc.data import (
+    AUGMENTS,
     Augment,
     Dataset,
     Glyphs,
     ImageFolder,
     ImageList,
     Pairs,
+    ParquetImages,
     RecordIO,
     Synthetic,
+    TarShards,
     VerificationSet,
     make_pairs,
     read_pairs,
@@ -35,7 +38,7 @@ from plsc.train.config import Config, DataConfig, OptimConfig, did_you_mean
 
 Head = ClassParallelHead | ClassParallelLinear
 Progress = Callable[[int, int], None]
-KINDS = ("glyphs", "folder", "list", "rec", "synthetic")
+KINDS = ("glyphs", "folder", "list", "rec", "tar", "parquet", "synthetic")
 
 
 def build_data(config: DataConfig, *, seed: int, split: str = "train", progress: Progress | None = None) -> Dataset:
@@ -61,6 +64,10 @@ def build_data(config: DataConfig, *, seed: int, split: str = "train", progress:
         data = ImageList(config.path, root=root, image_size=size, channels=channels, num_classes=classes)
     elif config.kind == "rec":
         data = RecordIO(config.path, image_size=size, channels=channels)
+    elif config.kind == "tar":
+        data = TarShards(config.path, image_size=size, channels=channels)
+    elif config.kind == "parquet":
+        data = ParquetImages(config.path, image_size=size, channels=channels)
     elif config.kind == "synthetic":
         classes = config.num_classes or 1000
         data = Synthetic(
@@ -111,7 +118,10 @@ def build_eval(config: Config, train: Dataset) -> tuple[Dataset, Pairs | None]:
 
 
 def build_transform(config: DataConfig) -> Augment | None:
-    return Augment(flip=config.flip, crop=config.crop) if config.flip or config.crop else None
+    """What happens to a training image: config.augment names the strength, flip and crop are said apart."""
+    if config.augment == "none" and not config.flip and not config.crop:
+        return None
+    return replace(AUGMENTS[config.augment], flip=config.flip, crop=config.crop)
 
 
 def build_backbone(config: Config) -> nn.Module:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import tomli_w
 
 from plsc.data.loader import POLICIES
+from plsc.data.transforms import AUGMENTS
 from plsc.fleet import Strategy
 
 RECIPES = "plsc.recipes"
@@ -30,8 +31,8 @@ class DataConfig:
     """What to train on.
 
     kind: "glyphs" (rendered from installed fonts), "folder" (path/NAME/*.jpg, or a .zip of it), "list" (a file of
-    `path label` lines), "rec" (train.rec with train.idx), "synthetic", or "module:attr", called as
-    attr(path, image_size=, channels=) for a Dataset.
+    `path label` lines), "rec" (train.rec with train.idx), "tar" (WebDataset shards), "parquet", "synthetic", or
+    "module:attr", called as attr(path, image_size=, channels=) for a Dataset.
     """
 
     kind: str = "folder"
@@ -44,6 +45,7 @@ class DataConfig:
     on_bad_image: str = "redraw"  # another in its place, counted and logged; or "raise"
     flip: bool = True
     crop: int = 0  # random shift of up to this many pixels
+    augment: str = "none"  # none | light | strong: colour, blur, low resolution, grey, erasing
     fonts: str = "matplotlib"  # glyphs: or "system", or a folder of fonts
     min_faces: int = 8  # glyphs: a character must stand in this many font faces
     held_out: float = 0.15  # glyphs: share of the characters kept for evaluation, never trained on
@@ -144,6 +146,7 @@ class Config:
             raise ValueError(f"timeout is {self.timeout}, expected seconds, more than 0")
         if not self.out:
             raise ValueError("out is empty, expected the folder to write into")
+        _one_of("data.augment", self.data.augment, tuple(AUGMENTS))
         _one_of("data.on_bad_image", self.data.on_bad_image, POLICIES)
         _one_of("optim.name", self.optim.name, OPTIMIZERS)
         _one_of("optim.schedule", self.optim.schedule, SCHEDULES)

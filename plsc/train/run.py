@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from plsc.comm import Communicator, together
-from plsc.train.build import Progress
+from plsc.data import open_images
+from plsc.data.parquet import write_embeddings
+from plsc.fleet import Fleet
+from plsc.train.build import Progress, build_backbone
+from plsc.train.checkpoint import Checkpoints, load
 from plsc.train.config import Config
-from plsc.train.evaluate import VerificationResult
+from plsc.train.evaluate import VerificationResult, embed
 from plsc.train.export import export_embeddings, export_head_centres, export_onnx, model_digest
 from plsc.train.plots import plot_loss, plot_roc, read_records
-from plsc.train.trainer import Trainer
+from plsc.train.trainer import AMP_DTYPES, Trainer
 
 
 def train(
@@ -45,6 +52,52 @@ def export(config: Config, *, comm: Communicator | None = None) -> dict[str, Pat
     """Writes the artifacts of a run's newest checkpoint again, on any number of ranks, without measuring it."""
     with closing(_resumed(config, comm)) as trainer:
         return export_run(trainer)
+
+
+def embed_images(
+    config: Config,
+    source: str,
+    target: str,
+    *,
+    comm: Communicator | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Embeddings of the images at `source`, in order, by the backbone of a run's newest checkpoint; collective.
+
+    target: .safetensors (as `export_embeddings` writes them) or .parquet (columns embedding, label, name). The run's
+    own data need not be there. progress counts rank 0's images.
+    """
+    fleet = Fleet(config.strategy, comm)
+    data = open_images(source, image_size=config.data.image_size, channels=config.data.channels)
+    backbone = fleet.replicate(build_backbone(config))
+    newest = Checkpoints(Path(config.out) / "checkpoints", comm=fleet.comm).latest()
+    if newest is None:
+        raise ValueError(f"{config.out} has no whole checkpoint; train it first with plsc-train")
+    load(newest, comm=fleet.comm, backbone=backbone)
+    rows = embed(
+        backbone,
+        data,
+        comm=fleet.comm,
+        batch_size=config.eval.batch_size,
+        device=fleet.device,
+        flip=config.eval.flip,
+        autocast=AMP_DTYPES[config.strategy.amp],
+        workers=config.data.workers,
+        progress=progress,
+    )
+    digest = model_digest(backbone)
+
+    def write() -> None:
+        if fleet.rank == 0:
+            names = [data.name(i) for i in range(len(data))]
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            if target.endswith(".parquet"):
+                write_embeddings(target, rows, np.asarray(data.labels), names)
+            else:
+                export_embeddings(target, rows, labels=data.labels, digest=digest, names=names)
+
+    together(fleet.comm, f"write {target}", write)
+    return Path(target)
 
 
 def measure(trainer: Trainer) -> dict[str, Any]:

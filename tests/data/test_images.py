@@ -1,8 +1,11 @@
 """Image folders, archives and lists: same samples, order, names of what is wrong."""
 
+import io
 import logging
+import os
 import pickle
 import random
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.data import ImageFolder, ImageList
+from plsc.data import ImageFolder, ImageList, Loader, images
 from plsc.data.images import PackedStrings, decode_image
 
 FILES = ["b/2.png", "b/10.jpg", "a b/x.PNG", "a b/y.webp", "Z/u.bmp", "Z/é.jpeg"]
@@ -202,15 +205,120 @@ def test_decoding_of_other_modes(tmp_path: Path) -> None:
     for mode in ("L", "P", "RGBA", "1"):
         assert decode_image(encoded(base.convert(mode), f"{mode}.png"), 64).shape == (64, 64, 3)
     assert decode_image(encoded(base.convert("CMYK"), "c.jpg"), 64).shape == (64, 64, 3)
-    deep = Image.fromarray(np.full((8, 8), 40_000, np.uint16))
-    with pytest.raises(ValueError, match="expected 8 bits"):
-        decode_image(encoded(deep, "deep.png"), 8)
+    deep = encoded(Image.fromarray(np.full((8, 8), 40_000, np.uint16)), "deep.png")
+    assert (decode_image(deep, 8) == 40_000 >> 8).all() and (decode_image(deep, 8, 1) == 40_000 >> 8).all()
     with pytest.raises(ValueError, match="broken or unknown"):
         decode_image(encoded(base, "a.gif"), 64)
     # A large JPEG is decoded at a reduced scale: close to the full way.
     smooth = Image.fromarray(np.linspace(0, 255, 256, dtype=np.uint8)[None].repeat(256, 0)).convert("RGB")
     small = decode_image(encoded(smooth, "s.jpg"), 32).astype(int)
     assert abs(small - np.asarray(smooth.resize((32, 32), Image.Resampling.BOX)).astype(int)).max() <= 4
+
+
+def saved(image: Image.Image, kind: str, *, orientation: int = 0, quality: int = 95) -> bytes:
+    file = io.BytesIO()
+    if orientation:
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        image.save(file, kind, exif=exif, quality=quality)
+    else:
+        image.save(file, kind, quality=quality)
+    return file.getvalue()
+
+
+def test_alpha_is_laid_on_black() -> None:
+    pixels = np.full((4, 4, 4), 200, np.uint8)
+    pixels[:, 0, 3], pixels[:, 1, 3] = 0, 255
+    found = decode_image(saved(Image.fromarray(pixels), "PNG"), 4)
+    assert (found[:, 0] == 0).all() and (found[:, 1] == 200).all() and abs(found[:, 2:].astype(int) - 157).max() <= 1
+    grey = Image.fromarray(pixels).convert("LA")
+    assert (decode_image(saved(grey, "PNG"), 4, 1)[:, 0] == 0).all()
+    palette = Image.new("P", (4, 4), 1)
+    palette.putpalette([0, 0, 0, 250, 10, 10])
+    palette.info["transparency"] = 1
+    file = io.BytesIO()
+    palette.save(file, "PNG", transparency=1)
+    assert (decode_image(file.getvalue(), 4) == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_rotation_is_applied(kind: str, orientation: int) -> None:
+    pixels = np.zeros((32, 32, 3), np.uint8)
+    pixels[:16, :16] = 240  # the upper left quarter is white, in the file
+    found = decode_image(saved(Image.fromarray(pixels), kind, orientation=orientation), 32)
+    row, column = [(0, 0), (0, 1), (1, 1), (1, 0), (0, 0), (0, 1), (1, 1), (1, 0)][orientation - 1]
+    quarter = found[16 * row : 16 * row + 16, 16 * column : 16 * column + 16]
+    assert quarter.mean() > 230 and found.mean() < 70
+
+
+def test_damaged_exif_costs_no_image() -> None:
+    data = saved(picture(0), "JPEG", orientation=6).replace(b"Exif\0\0MM", b"Exif\0\0XX").replace(b"\0\0II", b"\0\0XX")
+    assert decode_image(data, 16).shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_both_jpeg_decoders_give_the_same(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("simplejpeg")
+    noise = saved(picture(1, (112, 112)).convert(mode), "JPEG", quality=80)
+    fast = decode_image(noise, 112)
+    assert images._decode_jpeg(noise, 112) is not None
+    monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+    assert abs(fast.astype(int) - decode_image(noise, 112)).max() <= 2
+    for cut in (2, 3, 20, 200, len(noise) // 2, len(noise) - 30):  # whether a damaged one passes, too
+        for absent in (True, False):
+            if not absent:
+                monkeypatch.undo()
+            with pytest.raises(ValueError, match=r"a\.jpg: broken"):
+                decode_image(noise[:cut], 112, name="a.jpg")
+            monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+
+
+def test_decompression_bombs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = saved(Image.new("L", (3000, 3000)), "PNG")
+    assert len(bomb) < 20_000
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8_000_000)
+    for kind in ("always", "error"):
+        with warnings.catch_warnings(), pytest.raises(ValueError, match=r"b\.png: broken .*(3000 x 3000|9000000)"):
+            warnings.simplefilter(kind)  # type: ignore[arg-type]
+            decode_image(bomb, 112, name="b.png")
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 1000, b"hello", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"])
+def test_what_is_no_image_is_named(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"x\.jpg: broken or unknown image"):
+        decode_image(data, 112, name="x.jpg")
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    """Bytes of file names survive, whatever their encoding; they show with escapes."""
+    root = os.fsencode(tmp_path / "faces")
+    for name in (b"caf\xe9", b"plain"):
+        os.makedirs(os.path.join(root, name))
+        picture(1).save(os.fsdecode(os.path.join(root, name, b"\xff1.png")))
+    dataset = ImageFolder(tmp_path / "faces", image_size=16)
+    assert [dataset[i][1] for i in range(2)] == [0, 1] and os.fsencode(dataset.name(0)) == b"caf\xe9/\xff1.png"
+    (tmp_path / "list.txt").write_bytes(b"caf\xe9/\xff1.png 3\n")
+    assert ImageList(tmp_path / "list.txt", root=tmp_path / "faces", image_size=16)[0][1] == 3
+
+
+def test_a_folder_that_changes_while_it_is_read(folder: Path) -> None:
+    dataset = ImageFolder(folder, image_size=16)
+    (folder / "b" / "new.png").write_bytes(b"")
+    (folder / "b" / "2.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"b/2\.png"):
+        dataset[5]
+    assert len(dataset) == 6 and dataset[4][1] == 2  # the others are where they were
+    loader = Loader(dataset, 6, on_bad_image="redraw")
+    ((_, labels),) = loader.epochs(1)
+    assert len(labels) == 6 and loader.num_bad == 1
+
+
+def test_files_of_any_length_are_read_whole(tmp_path: Path) -> None:
+    for size in (0, 1, 70_000):
+        data = os.urandom(size)
+        (tmp_path / "f").write_bytes(data)
+        assert images.read_file(str(tmp_path / "f")) == data
 
 
 def test_thin_classes_are_counted_in_the_log(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from plsc.data import Augment, ImageFolder, Loader, Synthetic, batches
-from plsc.data.loader import Transform, _Buffers
+from plsc.data.loader import _Buffers
+from plsc.data.reading import Transform
 
 N, B = 50, 12
 
@@ -31,7 +32,7 @@ class Numbers:
     def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
         if i in self.broken:
             raise OSError("disk on fire")
-        return np.full((3, 2, 3), i, np.uint8), int(self.labels[i])
+        return np.full((3, 2, 3), i % 256, np.uint8), int(self.labels[i])
 
 
 def jitter(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -196,9 +197,9 @@ def test_leaving_the_loop_with_workers() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_sample_is_named(workers: int) -> None:
     loader = Loader(Numbers(broken=(17,)), B, workers=workers)
-    with pytest.raises(RuntimeError, match=r"sample 17 \(number-17.jpg\) cannot be read: OSError: disk on fire"):
+    with pytest.raises(ValueError, match=r"^sample 17 \(number-17.jpg\) cannot be read: OSError: disk on fire"):
         list(loader.epochs(1))
-    with pytest.raises(RuntimeError, match="sample 17"):
+    with pytest.raises(ValueError, match=r"^sample 17"):
         list(batches(Numbers(broken=(17,)), B, workers=workers))
 
 
@@ -252,9 +253,9 @@ def test_a_bad_first_image_is_no_hindrance() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_too_many_bad_images_stop_the_epoch(workers: int) -> None:
-    with pytest.raises(ValueError, match=r"4 images of this epoch .* more than 1 % of 300: sample \d+ \(number-"):
+    with pytest.raises(ValueError, match=r"\d images of this epoch .* more than 1 % of 300: sample \d+ \(number-"):
         redrawn(1, workers, tuple(range(0, 300, 2))[:60])
-    with pytest.raises((ValueError, RuntimeError), match=r"none of 101 samples drawn in turn can be read"):
+    with pytest.raises(ValueError, match=r"none of 101 samples drawn in turn can be read"):
         redrawn(1, 0, tuple(range(50)), 50)
 
 

@@ -1,11 +1,12 @@
 """Augmentations: what each changes, and that the generator alone decides."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from plsc.data import Augment
+from plsc.data import AUGMENTS, Augment
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (12, 10, 3), np.uint8)
 
@@ -15,7 +16,7 @@ def runs(augment: Augment, count: int = 60) -> list[np.ndarray]:
 
 
 def test_the_generator_decides() -> None:
-    augment = Augment(crop=3, brightness=0.2, contrast=0.2, erase=0.5)
+    augment = replace(AUGMENTS["strong"], flip=True, crop=3, blur=0.5, grey=0.5, low_resolution=0.5)
     again = pickle.loads(pickle.dumps(augment))
     before = IMAGE.copy()
     for a, b in zip(runs(augment), runs(again), strict=True):
@@ -53,7 +54,37 @@ def test_erase_paints_one_rectangle() -> None:
         assert (area == area[0, 0, 0]).all() and area.shape[0] <= 6 and area.shape[1] <= 5
 
 
-@pytest.mark.parametrize("kwargs", [{"crop": -1}, {"brightness": 2}, {"contrast": -0.1}, {"erase": 1.1}])
+def test_grey_and_saturation_keep_the_light() -> None:
+    luma = IMAGE @ np.array([0.299, 0.587, 0.114])
+    for image in runs(Augment(flip=False, grey=1), 3):
+        assert (image == image[..., :1]).all() and abs(image[..., 0] - luma).max() <= 0.51
+    calm = np.full((4, 4, 3), (120, 130, 140), np.uint8)
+    for seed in range(20):
+        found = Augment(flip=False, saturation=1)(calm, np.random.default_rng(seed)).astype(int)
+        assert abs(found @ np.array([0.299, 0.587, 0.114]) - 128.15).max() < 1.1
+    one = IMAGE[..., :1]
+    assert (Augment(flip=False, saturation=1, grey=1)(one, np.random.default_rng(0)) == one).all()
+
+
+def test_blur_and_low_resolution_smooth() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (96, 96, 3), np.uint8)
+    for augment in (Augment(flip=False, blur=1), Augment(flip=False, low_resolution=1)):
+        for channels in (3, 1):
+            image = np.ascontiguousarray(noise[..., :channels])
+            found = [augment(image, np.random.default_rng(seed)) for seed in range(8)]
+            assert all(each.shape == image.shape for each in found)
+            steps = [abs(np.diff(each.astype(int), axis=0)).mean() for each in found]
+            assert np.mean(steps) < 0.8 * abs(np.diff(image.astype(int), axis=0)).mean()
+            assert len({each.tobytes() for each in found}) > 4
+
+
+@pytest.mark.parametrize("name", AUGMENTS)
+def test_named_strengths(name: str) -> None:
+    changed = [not (image == IMAGE).all() for image in runs(AUGMENTS[name])]
+    assert any(changed) == (name != "none")
+
+
+@pytest.mark.parametrize("kwargs", [{"crop": -1}, {"blur": 1.5}, {"grey": -1}, {"brightness": 2}, {"erase": 1.1}])
 def test_bad_arguments(kwargs: dict) -> None:
     with pytest.raises(ValueError, match="got"):
         Augment(**kwargs)

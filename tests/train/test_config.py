@@ -42,6 +42,7 @@ CHOICES: dict[str, st.SearchStrategy] = {
     "name": st.sampled_from(OPTIMIZERS),
     "schedule": st.sampled_from(SCHEDULES),
     "task": st.sampled_from(["verification", "classification", "none"]),
+    "augment": st.sampled_from(["none", "light", "strong"]),
     "on_bad_image": st.sampled_from(["redraw", "raise"]),
     "amp": st.sampled_from(["fp32", "bf16", "fp16"]),
     "reduce_dtype": st.sampled_from(["fp32", "bf16"]),  # fp16 does not go with dgc
@@ -128,6 +129,8 @@ def refused(text: str | bytes, tmp_path: Path) -> str:
         ("[optim]\nschedule = 'cosin'", ["optim.schedule is 'cosin'", "did you mean 'cosine'"]),
         ("[model]\nembedding_size = 0", ["model.embedding_size is 0, expected at least 1"]),
         ("[eval]\ntask = 'verify'", ["eval.task is 'verify'", "verification, classification, none"]),
+        ("[data]\non_bad_image = 'skip'", ["data.on_bad_image is 'skip'", "redraw, raise"]),
+        ("[data]\naugment = 'light '", ["data.augment is 'light '", "none, light, strong"]),
         ("[eval]\nbatch_size = 0", ["eval.batch_size is 0, expected at least 1"]),
         ("[strategy]\namp = 'fp8'", ["amp 'fp8', expected one of fp32, bf16, fp16"]),
         ("[strategy]\naccumulate = 0", ["accumulate=0"]),

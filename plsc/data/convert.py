@@ -1,0 +1,260 @@
+"""Labelled images moved between folder, list, .rec, tar and Parquet, encoded bytes untouched; splits by identity."""
+
+import functools
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plsc.data.images import SUFFIXES, ImageFolder, ImageList
+from plsc.data.parquet import ParquetImages, ParquetWriter
+from plsc.data.recordio import RecordIO
+from plsc.data.records import RecordWriter
+from plsc.data.tar import TarShards, TarWriter
+from plsc.data.verification import VerificationSet
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 2**30  # of a tar, when several are written
+_MAGIC = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"RIFF", ".webp"), (b"BM", ".bmp"))
+Progress = Callable[[int, int], None]
+
+
+class Encoded(Protocol):
+    """A data set whose images can be had as their files hold them."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]: ...
+
+    @property
+    def num_classes(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> tuple[NDArray[np.uint8], int]: ...
+
+    def name(self, i: int, /) -> str: ...
+
+    def encoded(self, i: int, /) -> bytes:
+        """The bytes of sample i's image."""
+        ...
+
+
+class Subset:
+    """Some samples of another data set, with labels of their own."""
+
+    def __init__(self, data: Encoded, rows: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
+        self._data, self._rows, self.labels = data, rows, labels
+        self.num_classes = int(labels.max()) + 1
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
+        return self._data[int(self._rows[i])][0], int(self.labels[i])
+
+    def name(self, i: int) -> str:
+        return self._data.name(int(self._rows[i]))
+
+    def encoded(self, i: int) -> bytes:
+        return self._data.encoded(int(self._rows[i]))
+
+
+def kind_of(path: str) -> str:
+    """What lies at a path, or is to: "folder", "list", "rec", "tar", "parquet" or "bin", by name and content."""
+    suffix = os.path.splitext(path)[1].lower()
+    by_suffix = {".rec": "rec", ".tar": "tar", ".parquet": "parquet", ".bin": "bin", ".txt": "list", ".lst": "list"}
+    if os.path.isdir(path):
+        for name in os.listdir(path):
+            if name == "train.rec" or name.endswith((".tar", ".parquet")):
+                return by_suffix[os.path.splitext(name)[1]]
+        return "folder"
+    return by_suffix.get(suffix, "folder")
+
+
+def open_images(path: str | os.PathLike[str], *, image_size: int = 112, channels: int = 3) -> Encoded:
+    """The data set at a path, of whichever kind `kind_of` finds."""
+    path = os.fspath(path)
+    makers: dict[str, Callable[..., Encoded]] = {
+        "folder": ImageFolder,
+        "list": ImageList,
+        "rec": RecordIO,
+        "tar": TarShards,
+        "parquet": ParquetImages,
+        "bin": functools.partial(VerificationSet, folds=1),
+    }
+    return makers[kind_of(path)](path, image_size=image_size, channels=channels)
+
+
+def convert(data: Encoded, target: str | os.PathLike[str], *, progress: Progress | None = None) -> str:
+    """Writes the samples at `target`; its name says how: .rec, .tar ({} in it: several), .parquet, .txt, a folder.
+
+    Bytes, labels and order stay; names stay where the target has them and their last two parts FOLDER/FILE tell all
+    samples apart (else CLASS/CLASS_0001.jpg). A list's images go to the folder of its name. A folder sorts by class, so
+    other orders change there, with a line in the log. ValueError: something is there already, labels a folder cannot
+    hold.
+    """
+    target = os.fspath(target)
+    kind = kind_of(target)
+    if kind == "bin":
+        raise ValueError(f"{target}: .bin sets are only read; write .rec, .tar, .parquet, .txt or a folder")
+    if os.path.exists(target):
+        raise ValueError(f"{target} exists already; remove it or give another name")
+    if len(data) == 0:
+        raise ValueError(f"nothing to write into {target}: the data set is empty")
+    samples = _progressing(len(data), progress)
+    if kind == "rec":
+        with RecordWriter(target) as records:
+            for i in samples:
+                records.write(int(data.labels[i]), data.encoded(i))
+    elif kind == "parquet":
+        with ParquetWriter(target) as rows:
+            names = _names(data)
+            for i in samples:
+                name = names[i].encode("utf-8", "backslashreplace").decode()
+                rows.write(name, int(data.labels[i]), data.encoded(i))
+    elif kind == "tar":
+        keys = _keys(data)
+        with TarWriter(target, max_bytes=SHARD_BYTES if "{}" in target else None) as tar:
+            for i in samples:
+                tar.write(*keys[i], int(data.labels[i]), data.encoded(i))
+    else:
+        _write_files(data, target, kind, samples)
+    if kind == "folder" and not np.array_equal(np.sort(data.labels, kind="stable"), data.labels):
+        logger.warning("%s: the samples are in another order than before, by class", target)
+    return target
+
+
+def split(
+    data: Encoded, targets: Sequence[str | os.PathLike[str]], *, share: float = 0.1, seed: int = 0
+) -> tuple[int, int]:
+    """Writes about `share` of the classes to the second target, the others to the first; none is in both.
+
+    Labels count from 0 in each; ignored samples (-1) go to the first. Returns how many classes each has.
+    """
+    if len(targets) != 2 or not 0 < share < 1:
+        raise ValueError(
+            f"got {len(targets)} targets and share={share}, expected two targets and a share within 0 to 1"
+        )
+    classes = np.unique(data.labels[data.labels >= 0])
+    if len(classes) < 2:
+        raise ValueError(f"got {len(classes)} classes with images, expected at least two to split")
+    held = np.zeros(int(classes.max()) + 1, np.bool_)
+    number = min(max(1, round(share * len(classes))), len(classes) - 1)
+    held[np.random.default_rng(seed).permutation(classes)[:number]] = True
+    second = (data.labels >= 0) & held[np.maximum(data.labels, 0)]
+    for target, rows in zip(targets, (np.flatnonzero(~second), np.flatnonzero(second)), strict=True):
+        labels = np.asarray(data.labels)[rows]
+        known = np.unique(labels[labels >= 0])
+        labels = np.where(labels >= 0, np.searchsorted(known, labels), -1)
+        convert(Subset(data, rows, labels.astype(np.int64)), target)
+    return len(classes) - number, number
+
+
+def _progressing(total: int, progress: Progress | None) -> Iterator[int]:
+    for i in range(total):
+        yield i
+        if progress is not None and (i % 256 == 255 or i == total - 1):
+            progress(i + 1, total)
+
+
+def suffix_of(data: bytes) -> str:
+    """What a file of these bytes is to be called: .jpg, .png, .webp, .bmp."""
+    for magic, suffix in _MAGIC:
+        if data.startswith(magic):
+            return suffix
+    return ".jpg"  # broken or unknown: found again when it is decoded
+
+
+def _names(data: Encoded) -> list[str]:
+    """A relative path CLASS/FILE for each sample: the end of its own name where these differ, else by labels."""
+    names = ["/".join(PurePosixPath(data.name(i)).parts[-2:]) for i in range(len(data))]
+    if len(set(names)) == len(names) and all(map(_is_safe, names)):
+        return names
+    width = len(str(max(data.num_classes - 1, 0)))
+    counts = np.zeros(data.num_classes + 1, np.int64)  # the last: ignored samples
+    made = []
+    for i, label in enumerate(np.asarray(data.labels).tolist()):
+        counts[label] += 1
+        folder = f"{label:0{width}d}" if label >= 0 else "ignored"
+        made.append(f"{folder}/{folder}_{counts[label]:04d}{suffix_of(data.encoded(i))}")
+    return made
+
+
+def _is_safe(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return (
+        len(parts) == 2
+        and not name.startswith("/")
+        and not any(part.startswith(".") or part != part.strip() for part in parts)
+        and "\n" not in name
+        and "\0" not in name
+        and name.lower().endswith(SUFFIXES)
+    )
+
+
+def _keys(data: Encoded) -> list[tuple[str, str]]:
+    """Key and suffix of each sample of a tar: a key has no dot in its last part."""
+    found = []
+    for name in _names(data):
+        folder, _, file = name.rpartition("/")
+        stem, suffix = os.path.splitext(file)
+        found.append((f"{folder}/{stem.replace('.', '_')}", suffix))
+    if len({key for key, _ in found}) < len(found):
+        width = len(str(len(found)))
+        found = [(f"{key}_{i:0{width}d}", suffix) for i, (key, suffix) in enumerate(found)]
+    return found
+
+
+def _write_files(data: Encoded, target: str, kind: str, samples: Iterable[int]) -> None:
+    """A folder of class folders, or a list with such a folder beside it; put in place when whole."""
+    root = os.path.splitext(target)[0] if kind == "list" else target
+    if os.path.exists(root):
+        raise ValueError(f"{root} exists already; remove it or give another name")
+    names = _names(data)
+    if kind == "folder" and not _sorts_as(names, data.labels):
+        present = np.unique(data.labels)
+        if present[0] < 0 or len(present) != data.num_classes:
+            raise ValueError(
+                f"{target}: {data.num_classes - int((present >= 0).sum())} of {data.num_classes} labels have no image, "
+                f"{int((np.asarray(data.labels) < 0).sum())} samples are ignored (-1), which folders cannot say; write "
+                "a list, .rec, .tar or .parquet"
+            )
+        names = _names(Subset(_Nameless(data), np.arange(len(data)), np.asarray(data.labels)))
+    draft = f"{root}.tmp-{os.getpid()}"
+    try:
+        for i in samples:
+            path = Path(draft, names[i])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data.encoded(i))
+        if kind == "list":
+            folder = os.path.basename(root)
+            lines = (f"{folder}/{name} {label}\n" for name, label in zip(names, data.labels.tolist(), strict=True))
+            Path(f"{draft}.txt").write_bytes(os.fsencode("".join(lines)))
+        os.rename(draft, root)
+        if kind == "list":
+            os.replace(f"{draft}.txt", target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+class _Nameless(Subset):
+    """A data set whose names say nothing, so that others are made."""
+
+    def __init__(self, data: Encoded) -> None:
+        super().__init__(data, np.arange(len(data)), np.asarray(data.labels))
+
+    def name(self, i: int) -> str:
+        return ""
+
+
+def _sorts_as(names: list[str], labels: NDArray[np.int64]) -> bool:
+    """Whether ImageFolder would find these labels for these names."""
+    folders = [name.rpartition("/")[0] for name in names]
+    number = {folder: k for k, folder in enumerate(sorted(set(folders)))}
+    return bool((np.array([number[folder] for folder in folders]) == labels).all())

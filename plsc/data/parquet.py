@@ -1,0 +1,217 @@
+"""Labelled images in Parquet files: a column of encoded images and one of labels, read through pyarrow (an extra)."""
+
+import importlib
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plsc.data.images import _check_format, _warn_thin_classes, decode_image
+from plsc.data.tar import find_shards
+
+ROWS = 16  # of a row group: the least that is read at once, about 60 kB of 112 x 112 JPEGs
+_CACHED = 8  # row groups kept
+
+
+class ParquetImages:
+    """Rows of Parquet files in their order, file after file by name; `path`: a file, a folder of .parquet or a pattern.
+
+    image: a column of bytes, or of structs with a field `bytes` (as the datasets library writes them). label: a column
+    of whole numbers from 0, -1 to ignore. A column `name`, if there is one, names the samples. A read takes the whole
+    row group, of which the last few are kept: small groups (`ROWS`) make shuffled reading fast, large ones slow.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        image_size: int = 112,
+        channels: int = 3,
+        image: str = "image",
+        label: str = "label",
+    ) -> None:
+        _check_format(image_size, channels)
+        self.path, self.image_size, self.channels = os.fspath(path), image_size, channels
+        self._column, self._label = image, label
+        self.files = find_shards(self.path, ".parquet")
+        labels: list[NDArray[np.int64]] = []
+        groups: list[tuple[int, int, int]] = []  # file, row group in it, rows
+        names: list[str] = []
+        for number, file in enumerate(self.files):
+            parquet = _open(file)
+            self._check_schema(file, parquet.schema_arrow)
+            labels.append(self._read_labels(file, parquet))
+            sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
+            groups += [(number, g, rows) for g, rows in enumerate(sizes)]
+            if "name" in parquet.schema_arrow.names:
+                names += parquet.read(columns=["name"]).column(0).to_pylist()
+        self.labels: NDArray[np.int64] = np.concatenate(labels)
+        if not len(self.labels) or self.labels.max() < 0:
+            raise ValueError(f"{self.path}: got {len(self.labels)} rows and no label from 0, expected labelled images")
+        self._groups = np.array(groups, np.int64)  # [G, 3]
+        self._starts = np.concatenate([[0], np.cumsum(self._groups[:, 2])])
+        self._names = names if len(names) == len(self.labels) else None
+        self.num_classes = int(self.labels.max()) + 1
+        self._opened: dict[int, Any] = {}
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        _warn_thin_classes(self.path, self.labels, self.num_classes)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, i: int) -> str:
+        """The row's `name`, or file and row."""
+        if self._names is not None:
+            return self._names[i]
+        group = int(np.searchsorted(self._starts, i, side="right")) - 1
+        file = int(self._groups[group, 0])
+        first = self._starts[np.searchsorted(self._groups[:, 0], file)]
+        return f"{self.files[file]}, row {i - int(first)}"
+
+    def encoded(self, i: int) -> bytes:
+        """The bytes of sample i's image."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"got sample {i}, expected 0 to {len(self) - 1}")
+        group = int(np.searchsorted(self._starts, i, side="right")) - 1
+        value = self._read_group(group)[i - int(self._starts[group])].as_py()
+        data = value.get("bytes") if isinstance(value, dict) else value
+        if not data:
+            raise ValueError(f"{self.path}, sample {i}: got no bytes in column {self._column!r}, expected an image")
+        return bytes(data)
+
+    def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
+        return decode_image(self.encoded(i), self.image_size, self.channels, name=self.name(i)), int(self.labels[i])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": {}, "_kept": OrderedDict()}  # each process opens its own
+
+    def _read_group(self, group: int) -> Any:
+        kept = self._kept.get(group)
+        if kept is not None:
+            self._kept.move_to_end(group)
+            return kept
+        file, inside = self._groups[group, :2].tolist()
+        if file not in self._opened:
+            self._opened[file] = _open(self.files[file])
+        try:
+            column = self._opened[file].read_row_group(inside, columns=[self._column], use_threads=False)
+        except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+            raise ValueError(f"{self.files[file]}: row group {inside} cannot be read ({error})") from error
+        self._kept[group] = column.column(0).combine_chunks()
+        if len(self._kept) > _CACHED:
+            self._kept.popitem(last=False)
+        return self._kept[group]
+
+    def _check_schema(self, file: str, schema: Any) -> None:
+        types = importlib.import_module("pyarrow").types
+        for name in (self._column, self._label):
+            if name not in schema.names:
+                raise ValueError(f"{file}: got columns {', '.join(schema.names)}, expected one named {name!r}")
+        kind = schema.field(self._column).type
+        if types.is_struct(kind):
+            kind = next((kind.field(k).type for k in range(kind.num_fields) if kind.field(k).name == "bytes"), kind)
+        if not (types.is_binary(kind) or types.is_large_binary(kind)):
+            raise ValueError(f"{file}: column {self._column!r} is of {kind}, expected binary (encoded images)")
+        if not types.is_integer(schema.field(self._label).type):
+            kind = schema.field(self._label).type
+            raise ValueError(f"{file}: column {self._label!r} is of {kind}, expected whole numbers")
+
+    def _read_labels(self, file: str, parquet: Any) -> NDArray[np.int64]:
+        column = parquet.read(columns=[self._label], use_threads=False).column(0)
+        if column.null_count:
+            raise ValueError(f"{file}: {column.null_count} rows have no {self._label!r}, expected -1 to ignore one")
+        labels = column.to_numpy()
+        if len(labels) and (labels.min() < -1 or labels.max() >= 2**62):
+            raise ValueError(f"{file}: got labels from {labels.min()} to {labels.max()}, expected 0 or more, or -1")
+        return np.asarray(labels, np.int64)
+
+
+def _pyarrow_parquet() -> Any:
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ValueError("Parquet needs pyarrow, which is not installed; pip install 'plsc-torch[parquet]'") from error
+
+
+def _open(path: str) -> Any:
+    parquet = _pyarrow_parquet()
+    try:
+        return parquet.ParquetFile(path, memory_map=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as Parquet ({error}); fetch it again") from error
+
+
+class ParquetWriter:
+    """Writes samples into a Parquet file of columns image, label and name; it appears when closed."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self._parquet = _pyarrow_parquet()
+        arrow = importlib.import_module("pyarrow")
+        self._table = arrow.table
+        self._schema = arrow.schema([("image", arrow.binary()), ("label", arrow.int64()), ("name", arrow.string())])
+        self._draft = f"{self.path}.tmp-{os.getpid()}"
+        # The images are compressed already; the least and greatest of each group would be two of them again.
+        self._writer: Any = self._parquet.ParquetWriter(
+            self._draft, self._schema, compression="none", use_dictionary=False, write_statistics=["label"]
+        )
+        self._rows: list[tuple[bytes, int, str]] = []
+
+    def write(self, name: str, label: int, image: bytes) -> None:
+        self._rows.append((image, label, name))
+        if len(self._rows) == ROWS:
+            self._flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._flush()
+            self._writer.close()
+            self._writer = None
+            os.replace(self._draft, self.path)
+
+    def discard(self) -> None:
+        """Drops what was written; a file of that name from before stays."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+            os.remove(self._draft)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def _flush(self) -> None:
+        if self._rows:
+            columns = dict(zip(("image", "label", "name"), map(list, zip(*self._rows, strict=True)), strict=True))
+            self._writer.write_table(self._table(columns, schema=self._schema), row_group_size=ROWS)
+            self._rows = []
+
+
+def write_embeddings(
+    path: str | os.PathLike[str],
+    embeddings: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    names: Sequence[str],
+) -> None:
+    """Writes rows [N, D] as columns embedding (a list of D float32), label and name; whole, or not at all."""
+    parquet, arrow = _pyarrow_parquet(), importlib.import_module("pyarrow")
+    flat = arrow.array(np.ascontiguousarray(embeddings, np.float32).reshape(-1))
+    columns = {
+        "embedding": arrow.FixedSizeListArray.from_arrays(flat, embeddings.shape[1]),
+        "label": arrow.array(labels),
+        "name": arrow.array([name.encode("utf-8", "backslashreplace").decode() for name in names]),
+    }
+    draft = f"{os.fspath(path)}.tmp-{os.getpid()}"
+    parquet.write_table(arrow.table(columns), draft)
+    os.replace(draft, path)

@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plsc.comm import CommError, Communicator, LocalCommunicator, connect
+from plsc.comm import CommError, Communicator, FailedTogether, LocalCommunicator, connect
 from plsc.comm.torch_distributed import Launch
 from plsc.data import convert, health, make_pairs, open_images, split, write_pairs
 from plsc.fleet import NonFiniteLoss
-from plsc.train.checkpoint import CheckpointError, Checkpoints
+from plsc.train.checkpoint import Checkpoints
 from plsc.train.config import Config, dump, list_recipes, load_recipe
 from plsc.train.launch import EXIT_INTERRUPTED, die_with_parent, launch, report
 
@@ -351,5 +351,5 @@ def _speaks_for_itself(error: Exception) -> bool:
     """Whether the message is enough; PLSC_DEBUG=1 shows the traceback of everything."""
     if os.environ.get("PLSC_DEBUG") == "1":
         return False
-    known = (ValueError, CheckpointError, CommError, NonFiniteLoss)
+    known = (ValueError, FailedTogether, CommError, NonFiniteLoss)
     return isinstance(error, known) or (isinstance(error, OSError) and error.filename is not None)

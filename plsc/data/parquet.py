@@ -4,14 +4,14 @@ import importlib
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plsc.data.images import _check_format, _warn_thin_classes, decode_image
 from plsc.data.tar import find_shards
+from plsc.data.writing import WholeOrNothing
 
 ROWS = 16  # of a row group: the least that is read at once, about 60 kB of 112 x 112 JPEGs
 _CACHED = 8  # row groups kept
@@ -145,7 +145,7 @@ def _open(path: str) -> Any:
         raise ValueError(f"{path}: cannot be read as Parquet ({error}); fetch it again") from error
 
 
-class ParquetWriter:
+class ParquetWriter(WholeOrNothing):
     """Writes samples into a Parquet file of columns image, label and name; it appears when closed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -179,17 +179,6 @@ class ParquetWriter:
             self._writer.close()
             self._writer = None
             os.remove(self._draft)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
 
     def _flush(self) -> None:
         if self._rows:

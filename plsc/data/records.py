@@ -13,11 +13,12 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+
+from plsc.data.writing import WholeOrNothing
 
 MAGIC = bytes.fromhex("0a23d7ce")
 PART = struct.Struct("<4sI")  # magic; kind in the upper 3 bits, length in the lower 29
@@ -190,7 +191,7 @@ def _next_start(data: Data, after: int) -> int:
     return -1
 
 
-class RecordWriter:
+class RecordWriter(WholeOrNothing):
     """Writes a record file and its index, byte for byte as mxnet; both appear when closed, nothing after an error.
 
     dialect "plain": records as they come, keys from 0. "insightface": keys from 1, class after class, then the header
@@ -261,17 +262,6 @@ class RecordWriter:
             self._index.close()
             for draft in self._drafts:
                 os.remove(draft)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
 
     def _begin_class(self, label: int, key: int) -> None:
         if label < max(self._label, 0):

@@ -12,8 +12,7 @@ import tarfile
 from array import array
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +25,7 @@ from plsc.data.images import (
     decode_image,
     read_file,
 )
+from plsc.data.writing import WholeOrNothing
 
 BLOCK = 512
 _LABELS = (".cls", ".json")
@@ -246,7 +246,7 @@ def _show(name: bytes) -> str:
     return ascii(os.fsdecode(name[:200]))[1:-1]
 
 
-class TarWriter:
+class TarWriter(WholeOrNothing):
     """Writes samples into a tar archive as WebDataset has them; it appears when closed, nothing after an error.
 
     max_bytes: begin another archive when one grows so large; `path` then holds a `{}` for its number.
@@ -297,14 +297,3 @@ class TarWriter:
         for draft, _ in self._done:
             os.remove(draft)
         self._done = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()

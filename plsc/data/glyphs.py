@@ -30,7 +30,7 @@ from plsc.data.fonts import Drawn, Face, draw, find_fonts, list_faces
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1  # of the drawing and the cache's layout: part of the key
+_VERSION = 2  # of the drawing and the cache's layout: part of the key
 _CHUNK = 8192  # characters of a drawing task
 _PLACEHOLDER = 64  # a shape that so many characters of a face share stands for none of them
 _POOL_FROM = 200_000  # pictures from which drawing in several processes pays

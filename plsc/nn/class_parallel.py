@@ -69,12 +69,14 @@ class ClassParallelModule(nn.Module):
         Args:
             embeddings: [B, D] floats, B the same on all ranks; labels: [B] int64 in [0, C), or -1 to ignore a sample.
         """
-        losses, everyone = self._losses(embeddings, labels)
+        with torch.autocast(embeddings.device.type, enabled=False):  # cosines and logits are never rounded to half
+            losses, everyone = self._losses(embeddings, labels)
         return mean_over_valid(losses, everyone, self.comm)
 
     def losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Loss of each of this rank's samples [B], 0 where ignored; for weights a sample or other reductions."""
-        return self._losses(embeddings, labels)[0]
+        with torch.autocast(embeddings.device.type, enabled=False):
+            return self._losses(embeddings, labels)[0]
 
     def _losses(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Losses of this rank's samples [B] and the labels of all ranks [N]."""

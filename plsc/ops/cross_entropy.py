@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from plsc.comm import Communicator
 from plsc.ops.optim import RowOptimizer, RowUpdate, State, apply_rows, collector, pieces
@@ -119,6 +120,7 @@ class _SoftmaxSums(torch.autograd.Function):
         return sweep.total[part].clone(), sweep.own[part].clone(), shift
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_total, grad_own, _):  # type: ignore[no-untyped-def]
         sweep, problem = ctx.sweep, ctx.sweep.problem
         need_x, need_norms, need_weight, need_bias = ctx.needs

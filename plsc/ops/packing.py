@@ -19,9 +19,12 @@ def gather_packed(tensors: Sequence[Tensor], comm: Communicator) -> list[Tensor]
         each [B * world_size, ...] in its own dtype.
     """
     rows = len(tensors[0])
-    parts = [t.detach().reshape(rows, t[0].numel() if rows else 0).contiguous().view(torch.uint8) for t in tensors]
+    if rows == 0:
+        raise ValueError("got an empty batch, expected at least one sample on every rank")
+    parts = [t.detach().reshape(rows, t[0].numel()).contiguous().view(torch.uint8) for t in tensors]
     gathered = comm.all_gather(torch.cat(parts, 1)).wait()
     out = []
     for tensor, part in zip(tensors, gathered.split([p.shape[1] for p in parts], 1), strict=True):
-        out.append(part.contiguous().view(tensor.dtype).view(-1, *tensor.shape[1:]))
+        aligned = part.flatten().clone()  # a copy even of a single row: a wider dtype needs an aligned start
+        out.append(aligned.view(tensor.dtype).view(len(gathered), *tensor.shape[1:]))
     return out

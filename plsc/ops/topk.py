@@ -30,6 +30,7 @@ def class_topk(
     """
     if not 1 <= k <= shard.total:
         raise ValueError(f"k is {k}, expected 1 to num_classes = {shard.total}")
+    x = x.detach()
     (queries,) = gather_packed([x.to(weight.dtype)], comm)  # [N, D]
     scores = queries.new_full((len(queries), k), -torch.inf)
     classes = torch.full((len(queries), k), shard.total, dtype=torch.int64, device=x.device)

@@ -44,6 +44,8 @@ KINDS = ("glyphs", "folder", "list", "rec", "tar", "parquet", "synthetic")
 def build_data(config: DataConfig, *, seed: int, split: str = "train", progress: Progress | None = None) -> Dataset:
     """The data set a config names. split: "train", or "test" for the classes that glyphs keep for evaluation."""
     size, channels = config.image_size, config.channels
+    if config.kind in ("folder", "list", "rec", "tar", "parquet") and not config.path:
+        raise ValueError(f"data.path is not given; data.kind {config.kind!r} reads from one, pass --data.path PATH")
     data: Dataset
     if config.kind == "glyphs":
         data = Glyphs(
@@ -114,7 +116,10 @@ def build_eval(config: Config, train: Dataset) -> tuple[Dataset, Pairs | None]:
         return data, None
     if ask.pairs:
         return data, read_pairs(ask.pairs, [data.name(i) for i in range(len(data))])
-    return data, make_pairs(np.asarray(data.labels), num_pairs=ask.num_pairs, folds=ask.folds, seed=config.seed)
+    try:
+        return data, make_pairs(np.asarray(data.labels), num_pairs=ask.num_pairs, folds=ask.folds, seed=config.seed)
+    except ValueError as error:
+        raise ValueError(f"{error}; see --eval.num-pairs, --eval.folds, or give a list with --eval.pairs") from error
 
 
 def build_transform(config: DataConfig) -> Augment | None:

@@ -183,10 +183,13 @@ class Trainer:
         return path
 
     def resume(self) -> bool:
-        """Loads the newest checkpoint of the run's directory; False if there is none."""
+        """Loads the newest checkpoint of the run's directory; False if there is none. Options are the config's."""
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         found = self.checkpoints.load(extend_classes=self.config.head.extend_classes, **self.parts())
         if found is None:
             return False
+        for group, asked in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(asked)  # the learning rate and its like may be changed on resume, state may not
         self.step = self._last_saved = found.step
         logger.info("resumed at step %d of %d from %s", self.step, self.total_steps, found.path)
         return True
@@ -224,11 +227,17 @@ class Trainer:
 
     # ---- evaluation
 
+    def _share_statistics(self) -> None:
+        """Rank 0's buffers (batch-norm statistics) on every rank: the model that is saved is the one measured."""
+        for buffer in self.backbone.buffers():
+            self.fleet.comm.broadcast(buffer).wait()
+
     def evaluate(self) -> dict[str, Any]:
         """Measures what the config asks for, logs and returns the figures; collective."""
         start = time.perf_counter()
         if self.eval_data is None:
             return {}
+        self._share_statistics()
         result: dict[str, Any]
         if self.pairs is None:
             found = classify(self.backbone, self.head, self.eval_data, **self._eval_options())

@@ -501,3 +501,42 @@ def test_deepcopy_keeps_marks_and_pickle_returns_to_the_same_rank() -> None:
         x, y = batch()
         twin(x.float().requires_grad_(), y).backward()
     assert shard_of(head.double().weight) == head.shard
+
+
+@pytest.mark.parametrize("margin", ["arc", "curricular"])
+def test_under_autocast_nothing_is_rounded_and_a_rank_without_labels_works(margin: str) -> None:
+    """The head leaves autocast: same loss and gradients inside it as outside, also where a rank holds no own class."""
+    x, y = batch()
+    y = y.clamp_max(3)  # rank 1 of 2 holds classes 7 to 12: none of these
+
+    def run(comm: Communicator, amp: bool) -> tuple:
+        head = build(comm, make_margin(margin), full_weight()).float()
+        own = Shard.of(BATCH, comm)
+        local = x[own.start : own.stop].float().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=amp):
+            loss = head(local, y[own.start : own.stop])
+        loss.backward()
+        return loss.detach(), local.grad, head.weight.grad
+
+    for inside, outside in zip(run_ranks(2, run, True), run_ranks(2, run, False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+
+
+@pytest.mark.parametrize("dim", [5, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_batch_of_one(dim: int, dtype: torch.dtype) -> None:
+    head = nn.ClassParallelHead(dim, 50)
+    x = torch.randn(1, dim).to(dtype).requires_grad_()
+    head(x, torch.zeros(1, dtype=torch.int64)).backward()
+    assert x.grad.isfinite().all()
+    nn.ClassParallelLinear(dim, 50)(x, torch.zeros(1, dtype=torch.int64)).backward()
+    with pytest.raises(ValueError, match="empty batch"):
+        head(torch.randn(0, dim), torch.zeros(0, dtype=torch.int64))
+
+
+def test_second_derivatives_are_refused() -> None:
+    head = nn.ClassParallelHead(DIM, CLASSES)
+    x = torch.randn(4, DIM, requires_grad=True)
+    (grad,) = torch.autograd.grad(head(x, torch.arange(4)), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()

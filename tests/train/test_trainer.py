@@ -265,3 +265,25 @@ def test_log_lines_say_step_loss_speed_and_eta(tmp_path: Path, caplog: pytest.Lo
         run(change(BASE, out=str(tmp_path), max_steps=2), 1)
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step 1/2")]
     assert all(word in line for word in ("loss", "images/s", "ETA", "lr", "epoch 1/2"))
+
+
+def test_options_of_the_optimizer_may_change_on_resume(tmp_path: Path) -> None:
+    config = change(BASE, out=str(tmp_path), optim={"schedule": "constant", "warmup_epochs": 0.0})
+    run(config, 2, stop_at=5)
+    changed = change(config, optim={"lr": 0.01, "weight_decay": 0.1, "momentum": 0.5})
+    trainer = run(changed, 2)[0]
+    group = trainer.optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.01, 0.1, 0.5)
+
+
+def test_every_rank_measures_the_model_that_is_saved(tmp_path: Path) -> None:
+    """Batch statistics differ between ranks; evaluation takes rank 0's, as the checkpoint does."""
+    config = change(
+        BASE,
+        out=str(tmp_path),
+        model={"backbone": "smallconv"},
+        eval={"task": "verification", "num_pairs": 60, "folds": 2},
+    )
+    first = run_ranks(3, lambda comm: train(config, comm=comm))[0]
+    again = run_ranks(1, lambda comm: evaluate(config, comm=comm))[0]
+    assert first is not None and first["auc"] == pytest.approx(again["auc"], abs=1e-9)

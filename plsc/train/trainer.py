@@ -155,7 +155,8 @@ class Trainer:
         return NonFiniteLoss(
             f"{error} at step {self.step + 1}; first tensor that is not finite: "
             f"{names[0] if names else 'the loss itself'}; last checkpoint: {latest or 'none'}; "
-            "lower the learning rate, clip (strategy.clip_norm) or use amp bf16"
+            "lower the learning rate (--optim.lr) or clip (--strategy.clip-norm), from an earlier checkpoint if that "
+            "one has diverged already"
         )
 
     def close(self) -> None:

@@ -90,8 +90,11 @@ class Heartbeat:
 
     def _write(self, state: str) -> None:
         self._beat += 1
+        self._own.set(f"rank/{self.rank}", json.dumps(self._record(state)))
+
+    def _record(self, state: str) -> dict[str, Any]:
         verbs = {label: [number, str(call)] for label, (number, call) in dict(self._verbs).items()}
-        self._own.set(f"rank/{self.rank}", json.dumps({"beat": self._beat, "state": state, "verbs": verbs}))
+        return {"beat": self._beat, "state": state, "verbs": verbs}
 
     def _leave(self) -> None:
         self._write("left")
@@ -123,6 +126,7 @@ class Heartbeat:
         # Last: a rank gives its verdict before it goes, and must not be taken for the culprit because it has gone.
         if self._watch.check(["verdict"]):
             return str(self._watch.get("verdict").decode())
+        latest[self.rank] = self._record("alive")  # ours in the store may be a beat older than the verb that failed
         blame = _blame(latest, silent, label, members=members)
         if blame is None:
             return "all ranks are alive and have come to the same verb"

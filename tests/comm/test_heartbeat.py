@@ -26,6 +26,14 @@ def test_nobody_to_blame(ranks: list[Heartbeat]) -> None:
     assert ranks[0].explain("world", MEMBERS) == "all ranks are alive and have come to the same verb"
 
 
+def test_own_record_is_never_stale(ranks: list[Heartbeat]) -> None:
+    """The judge's own thread may not have written since its last verb: the others' beats alone end the wait."""
+    ranks[0]._write = lambda state: None  # type: ignore[method-assign]  # as if its thread were never scheduled
+    for rank in ranks:
+        rank.note("world", 8, Call("barrier"))
+    assert ranks[0].explain("world", MEMBERS) == "all ranks are alive and have come to the same verb"
+
+
 def test_behind_and_the_first_verdict_stands(ranks: list[Heartbeat]) -> None:
     for rank in (0, 2):
         ranks[rank].note("world", 8, Call("barrier"))

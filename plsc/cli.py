@@ -1,4 +1,4 @@
-"""The commands plsc-train, -eval, -export, -embed and plsc-data; the only place that prints and that reads flags."""
+"""The commands plsc-train, -eval, -export, -embed, plsc-data and plsc-ps; the only place that prints and that reads flags."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from plsc.comm import CommError, Communicator, FailedTogether, LocalCommunicator, connect
 from plsc.comm.torch_distributed import Launch
-from plsc.data import convert, health, make_pairs, open_images, split, write_pairs
+from plsc.data import ReadingProcessDied, convert, health, make_pairs, open_images, split, write_pairs
 from plsc.fleet import NonFiniteLoss
 from plsc.train.checkpoint import Checkpoints
-from plsc.train.config import Config, dump, list_recipes, load_recipe
+from plsc.train.config import Config, dump, from_dict, list_recipes, load_recipe, read_recipe
 from plsc.train.launch import EXIT_INTERRUPTED, die_with_parent, launch, report
 
 EXIT_FAILURE, EXIT_USAGE = 1, 2
+PS_TASKS = ("ctr",)
+T = TypeVar("T")
 
 
 def train(argv: Sequence[str] | None = None) -> int:
@@ -110,6 +112,22 @@ def data(argv: Sequence[str] | None = None) -> int:
     return _guarded(lambda: _data(args))
 
 
+def ps(argv: Sequence[str] | None = None) -> int:
+    """plsc-ps train RECIPE [flags]: what learns rows of a sparse table."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    commands = {"train": _ps_train}
+    if not args or args[0] not in commands:
+        print(
+            "usage: plsc-ps train RECIPE [--out DIR] [--epochs N] [--threads N] [--data.train FILES] ...\n\n"
+            f"RECIPE is a TOML file or a shipped recipe: {', '.join(list_recipes(PS_TASKS))}.\n"
+            "plsc-ps train RECIPE --help lists every flag with the recipe's values."
+        )
+        return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
+    if len(args) < 2 or args[1].startswith("-"):
+        return ps(["--help"]) if args[1:2] in (["-h"], ["--help"]) else ps([])
+    return _guarded(lambda: commands[args[0]](args[1], args[2:]))
+
+
 def work(command: str, config_file: str, *extra: str) -> int:
     """What each rank runs that `_launch` started: the command with the config that was resolved once, there."""
     return _guarded(lambda: _work(command, load_recipe(config_file), extra))
@@ -138,6 +156,24 @@ def _data(args: argparse.Namespace) -> int:
         pairs = make_pairs(source.labels, num_pairs=args.num_pairs, folds=args.folds, seed=args.seed)
         write_pairs(args.target, pairs, [source.name(i) for i in range(len(source))])
         print(f"written: {args.target} ({len(pairs)} pairs)")
+    return 0
+
+
+def _ps_train(recipe: str, flags: Sequence[str]) -> int:
+    """The run that a recipe with one of PS_TASKS describes, in this process."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for "module:attr" in recipes
+    from plsc.train import ctr
+    from plsc.train.ctr_config import CtrConfig
+
+    values = read_recipe(recipe, PS_TASKS)
+    if values.get("task") not in PS_TASKS:
+        raise ValueError(f"recipe {recipe} has task {values.get('task')!r}, expected one of {', '.join(PS_TASKS)}")
+    config = _override(f"plsc-ps train {recipe}", from_dict(CtrConfig, values, where=f"recipe {recipe}"), flags)
+    with _logging_to_stdout(LocalCommunicator()):
+        result = ctr.train(config, progress=_Bar("training"))
+    _report(Path(config.out), {})
+    print(", ".join(f"{name} {value:.4f}" for name, value in result.items()))
     return 0
 
 
@@ -241,17 +277,29 @@ def _logging_to_stdout(comm: Communicator) -> Iterator[None]:
 
 def _parse(prog: str, args: Sequence[str]) -> Config:
     """The recipe, overridden by flags."""
+    recipe = load_recipe(args[0])
+    config = _override(f"{prog} {args[0]}", recipe, args[1:])
+    asked = any(arg.partition("=")[0].replace("_", "-") == "--head.margin-args" for arg in args)
+    if recipe.head.margin_args and config.head.margin != recipe.head.margin and not asked:
+        inherited = " ".join(f"{name} {value}" for name, value in recipe.head.margin_args.items())
+        raise ValueError(
+            f"--head.margin {config.head.margin}: the recipe's margin_args ({inherited}) are those of "
+            f"{recipe.head.margin}; say which it takes: --head.margin-args NAME VALUE ..., with nothing after it for "
+            "its defaults"
+        )
+    return config
+
+
+def _override(prog: str, config: T, flags: Sequence[str]) -> T:
+    """A config dataclass with the values that flags give."""
     import tyro
 
-    recipe = load_recipe(args[0])
     rules = tyro.constructors.ConstructorRegistry()
     rules.primitive_rule(_named_values)
     with rules:
-        config = tyro.cli(
-            Config, prog=f"{prog} {args[0]}", args=list(args[1:]), default=recipe, description="One run of plsc."
-        )
-    assert isinstance(config, Config)
-    return config
+        changed = tyro.cli(type(config), prog=prog, args=list(flags), default=config, description="One run of plsc.")
+    assert isinstance(changed, type(config))
+    return changed
 
 
 def _named_values(info: Any) -> Any:
@@ -294,11 +342,14 @@ def _report(out: Path, result: dict[str, Any]) -> None:
         "config.toml",
         "metrics.jsonl",
         "tensorboard",
+        "data",
         "checkpoints",
         "result.json",
         "loss.png",
         "roc.png",
         "export/model.onnx",
+        "export/table.safetensors",
+        "export/dense.safetensors",
         "export/centres.safetensors",
         "export/embeddings.safetensors",
     ]
@@ -351,5 +402,5 @@ def _speaks_for_itself(error: Exception) -> bool:
     """Whether the message is enough; PLSC_DEBUG=1 shows the traceback of everything."""
     if os.environ.get("PLSC_DEBUG") == "1":
         return False
-    known = (ValueError, FailedTogether, CommError, NonFiniteLoss)
+    known = (ValueError, FailedTogether, CommError, NonFiniteLoss, ReadingProcessDied)
     return isinstance(error, known) or (isinstance(error, OSError) and error.filename is not None)

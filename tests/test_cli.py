@@ -114,7 +114,7 @@ seed epochs max-steps batch-size log-every save-every keep out resume nproc time
 data.kind data.path data.root data.image-size data.channels data.num-classes data.workers data.on-bad-image
 data.flip data.crop data.augment data.fonts
 data.min-faces data.held-out data.num-samples data.labels
-model.backbone model.embedding-size
+model.backbone model.embedding-size model.weights
 head.margin head.margin-args head.sample-rate head.sub-centers head.filter-threshold head.fused head.cache-mb
 head.extend-classes
 optim.name optim.lr optim.momentum optim.nesterov optim.weight-decay optim.betas optim.schedule optim.warmup-epochs
@@ -144,6 +144,17 @@ def test_help_lists_every_flag_and_no_more(capsys: pytest.CaptureFixture[str]) -
     assert found == ["help", *FLAGS.split()] and len(found) <= 75
     assert re.search(r"--head\.margin-args \[NAME VALUE", text) and "scale 32.0 margin 0.3" in " ".join(text.split())
     assert "--no-resume" in text and "(default: runs/glyphs)" in text
+
+
+def test_another_margin_does_not_take_over_the_arguments_of_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.train(["glyphs", "--head.margin", "cosface", "--epochs", "0"]) == cli.EXIT_USAGE
+    error = capsys.readouterr().err
+    assert "the recipe's margin_args (scale 32.0 margin 0.3) are those of arcface" in error
+    config = cli._parse("plsc-train", ["glyphs", "--head.margin", "cosface", "--head.margin-args"])
+    assert (config.head.margin, config.head.margin_args) == ("cosface", {})
+    config = cli._parse("plsc-train", ["glyphs", "--head.margin", "cosface", "--head.margin-args", "scale", "30"])
+    assert config.head.margin_args == {"scale": 30}
+    assert cli._parse("plsc-train", ["glyphs", "--head.margin", "arcface"]).head.margin_args != {}
 
 
 def test_usage_without_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +232,7 @@ def test_train_resume_eval_and_export_in_this_process(
     # Commands that do not fit the run leave it as it is.
     before = tree(out)
     assert cli.train([*flags, "--model.embedding-size", "16"]) == 2
-    assert "does not fit" in capsys.readouterr().err
+    assert "other settings (model.embedding_size" in capsys.readouterr().err
     assert cli.train([*flags, "--no-resume"]) == 2
     assert "has checkpoints already and resume is off" in capsys.readouterr().err
     assert tree(out) == before

@@ -1,6 +1,6 @@
 """Data sets and the loader that deals them to ranks; imports nothing else of plsc."""
 
-from plsc.data.clicks import CRITEO, Clicks, Columns, LibSVM
+from plsc.data.clicks import CRITEO, Clicks, Columns, LibSVM, MultiSlot, Parquet
 from plsc.data.convert import convert, open_images, split
 from plsc.data.glyphs import Glyphs
 from plsc.data.images import ImageFolder, ImageList
@@ -10,10 +10,12 @@ from plsc.data.parquet import ParquetImages
 from plsc.data.reading import Dataset
 from plsc.data.recordio import RecordIO
 from plsc.data.records import RecordWriter
+from plsc.data.relabel import Relabelled
 from plsc.data.synthetic import Synthetic
 from plsc.data.tar import TarShards
 from plsc.data.transforms import AUGMENTS, Augment
 from plsc.data.verification import VerificationSet
+from plsc.data.workers import ReadingProcessDied
 
 __all__ = [
     "AUGMENTS",
@@ -27,10 +29,14 @@ __all__ = [
     "ImageList",
     "LibSVM",
     "Loader",
+    "MultiSlot",
     "Pairs",
+    "Parquet",
     "ParquetImages",
+    "ReadingProcessDied",
     "RecordIO",
     "RecordWriter",
+    "Relabelled",
     "Synthetic",
     "TarShards",
     "VerificationSet",

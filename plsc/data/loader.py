@@ -5,21 +5,17 @@ rank r the r-th contiguous piece; augmentation is keyed by (seed, epoch, sample)
 any number of ranks and with any number of worker processes.
 """
 
-import math
-import os
-import shutil
-import sys
-import traceback
-from collections.abc import Iterable, Iterator
+import functools
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from plsc.data.reading import BadImage, BadImages, Dataset, Item, Read, Reader, Transform
+from plsc.data.pipeline import Pipeline
+from plsc.data.reading import BadImages, Dataset, Item, Transform
 
 POLICIES = ("redraw", "raise")  # for images that cannot be read
 _ORDER = 1  # stream of random numbers
@@ -34,10 +30,10 @@ class Loader:
     ("spawn", "forkserver", "fork"; Python's default if not given).
     on_bad_image: "raise", or "redraw": in place of an image that cannot be read (ValueError or OSError of the data set)
     stands another sample with its own label, chosen by (seed, epoch, sample), so the same on any number of ranks.
-    `num_bad` counts them, the log names each once (20 at most); more than one and more than 1 % of a rank's samples of
-    an epoch stop it with a ValueError.
+    `num_bad` counts them, the log names each once (20 at most); more than 1 % of a rank's samples of an epoch, and more
+    than 3, stop it with a ValueError.
     ValueError: batch_size that does not divide or exceeds the data set, labels of a wrong kind or range; from `epochs`,
-    an image that cannot be read, by name.
+    an image that cannot be read, by name. ReadingProcessDied: a worker was killed.
     """
 
     def __init__(
@@ -82,7 +78,7 @@ class Loader:
         self._workers, self._prefetch, self._start_method = workers, prefetch, start_method
         self._redraw = on_bad_image == "redraw"
         self._bad = BadImages(len(dataset) // world_size)
-        self._pipeline: _Pipeline | None = None
+        self._pipeline: Pipeline | None = None
 
     @property
     def num_bad(self) -> int:
@@ -92,6 +88,11 @@ class Loader:
     @property
     def steps_per_epoch(self) -> int:
         return len(self.dataset) // self.batch_size
+
+    @property
+    def num_passed(self) -> int:
+        """Batches up to here since epoch 0, taking `steps_per_epoch` for each epoch that has passed."""
+        return (self.epoch + 1) * self.steps_per_epoch - (len(self.dataset) - self.position) // self.batch_size
 
     @property
     def epoch(self) -> int:
@@ -110,7 +111,7 @@ class Loader:
         `position` already count the batch just yielded, so a state taken in the loop's body resumes after it.
         """
         if self._pipeline is None:
-            self._pipeline = _Pipeline(
+            self._pipeline = Pipeline(
                 self.dataset,
                 self._order,
                 0,
@@ -120,9 +121,10 @@ class Loader:
                 seed=self.seed,
                 workers=self._workers,
                 prefetch=self._prefetch,
-                persistent=True,
                 start_method=self._start_method,
                 bad=self._bad if self._redraw else None,
+                remedy="mend or remove it, or draw another in its place with on_bad_image='redraw'",
+                whose=f"rank {self.rank}, " if self.world_size > 1 else "",
             )
         order = self._order
         while order.epoch < n:
@@ -132,7 +134,7 @@ class Loader:
                         order.position += self.batch_size
                         yield batch
                 except Exception:
-                    self._pipeline = None
+                    self.close()
                     raise
             order.epoch, order.position = order.epoch + 1, 0
             self._bad.in_epoch = 0
@@ -145,21 +147,35 @@ class Loader:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "num_samples": len(self.dataset),
+            "labels": self._labels_digest,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a saved place; call it before `epochs`. ValueError if the state is of another seed or data set."""
+    @functools.cached_property
+    def _labels_digest(self) -> int:
+        """Tells samples in another order or with other classes apart, at a gigabyte a second."""
+        return zlib.crc32(np.ascontiguousarray(self.dataset.labels, np.int64))
+
+    def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
+        """Goes to a saved place; call it before `epochs`. ValueError if the state is of another seed or data set.
+
+        other_data: if the samples are not those of the saved loader, the epoch that it was in counts as done.
+        """
         mine = self.state_dict()
         if missing := mine.keys() - state.keys():
             raise ValueError(
                 f"the loader state lacks {', '.join(sorted(missing))}; expected what state_dict() returned"
             )
-        for key in ("seed", "shuffle", "num_samples"):
+        same_data = all(state[key] == mine[key] for key in ("num_samples", "labels"))
+        for key in ("seed", "shuffle", *(() if other_data else ("num_samples", "labels"))):
             if state[key] != mine[key]:
+                what = {"labels": "other labels than", "num_samples": f"{state[key]} samples, not the {mine[key]} of"}
                 raise ValueError(
-                    f"the loader state has {key}={state[key]}, this loader {mine[key]}: the order would differ; "
-                    "resume with the same data and seed"
+                    f"the loader state has {what.get(key, f'{key}={state[key]}, not the {mine[key]} of')} this loader: "
+                    "the order would differ; resume with the same data and seed"
                 )
+        if not same_data:
+            self._order.epoch, self._order.position = int(state["epoch"]) + (state["position"] > 0), 0
+            return
         if not (state["epoch"] >= 0 and 0 <= state["position"] <= len(self.dataset)):
             raise ValueError(
                 f"got epoch={state['epoch']}, position={state['position']}; expected 0 <= position <= samples"
@@ -168,6 +184,8 @@ class Loader:
 
     def close(self) -> None:
         """Ends the worker processes; they also end with the loader, and `epochs` starts new ones."""
+        if self._pipeline is not None:
+            self._pipeline.close()
         self._pipeline = None
 
 
@@ -194,7 +212,15 @@ def batches(
     if not items:
         return iter(())
     share = min(batch_size, stop - start)
-    return iter(_Pipeline(dataset, items, start, share, torch.device(device), workers=min(workers, len(items))))
+    pipeline = Pipeline(dataset, items, start, share, torch.device(device), workers=min(workers, len(items)))
+    return _closing(pipeline)
+
+
+def _closing(pipeline: Pipeline) -> Iterator[tuple[Tensor, Tensor]]:
+    try:
+        yield from pipeline
+    finally:
+        pipeline.close()
 
 
 class _Order:
@@ -217,146 +243,6 @@ class _Order:
             np.random.Generator(bits).shuffle(order)
         for at in range(self.position, self._samples - self._batch_size + 1, self._batch_size):
             yield epoch, order[at + self._first : at + self._first + self._share]
-
-
-class _Pipeline:
-    """Batches of uint8 read into slots of memory that worker processes share, and turned into floats on a device.
-
-    Pixels stay in the order that decoders give, colour by colour: convolutions prefer it, and nothing is transposed.
-    Only the number of a slot crosses between processes. Slots and the floats made of them are used again: at these
-    sizes the system's work of handing out fresh pages costs as much as a third of decoding.
-    """
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        items: Iterable[Item],
-        probe: int,
-        share: int,
-        device: torch.device,
-        *,
-        transform: Transform | None = None,
-        seed: int = 0,
-        workers: int = 0,
-        prefetch: int = 2,
-        persistent: bool = False,
-        start_method: str | None = None,
-        bad: BadImages | None = None,
-    ) -> None:
-        reader = Reader(dataset, transform, seed, redraw=bad is not None)
-        image_shape = reader.read_any(probe, 0)[0].shape
-        # Of the batches asked for, at most workers * prefetch are not yet taken; the one just taken is still read.
-        num_slots = workers * prefetch + 1
-        shape = (num_slots, share, *image_shape)
-        reader.slots = _shared(shape) if workers else torch.empty(shape, dtype=torch.uint8)
-        self._reader, self._device, self._workers = reader, device, workers
-        self._buffers = _Buffers()
-        self._bad = bad
-        self._loader: DataLoader[Read] = DataLoader(
-            reader,  # type: ignore[arg-type]
-            batch_size=None,  # the reader makes whole batches
-            sampler=_Numbered(items, num_slots),
-            collate_fn=_same,
-            num_workers=workers,
-            prefetch_factor=prefetch if workers else None,
-            persistent_workers=persistent and workers > 0,
-            multiprocessing_context=start_method if workers else None,
-            generator=torch.Generator(),  # else each epoch takes a number from the global one, and resume differs
-        )
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        labels_of = self._reader.dataset.labels
-        for slot, samples, replaced in self._slots_read():
-            if isinstance(replaced, str):
-                raise BadImage(replaced)
-            if replaced:
-                assert self._bad is not None
-                self._bad.note(replaced)
-            images = self._normalise(self._reader.slots[slot, : len(samples)]).permute(0, 3, 1, 2)
-            labels = torch.from_numpy(np.asarray(labels_of[samples], np.int64))
-            yield images, labels.to(self._device)
-
-    def _slots_read(self) -> Iterator[Read]:
-        if not self._workers:
-            yield from self._loader
-            return
-        iterator = iter(self._loader)
-        try:
-            yield from iterator
-        except Exception as error:
-            # The frames it passed hold the queues of the workers, in a cycle: they would end late, after a timeout.
-            # What happened in the worker is in the error's text.
-            traceback.clear_frames(error.__traceback__)
-            failure = error.with_traceback(None)
-        else:
-            return
-        del iterator, self._loader
-        raise failure
-
-    def _normalise(self, pixels: Tensor) -> Tensor:
-        """(x - 127.5) / 127.5 of uint8 [b, H, W, C] in float32, on the device: a quarter of the bytes travel."""
-        if self._device.type == "cpu":
-            images = self._buffers.take(tuple(pixels.shape))
-            array, source, middle = images.numpy(), pixels.numpy(), np.float32(127.5)
-            for at in range(0, len(array), 4):  # a few images at a time: the second pass finds them in the cache
-                part = array[at : at + 4]
-                np.subtract(source[at : at + 4], middle, out=part, dtype=np.float32)  # converts on the way
-                np.divide(part, middle, out=part)
-            return images
-        if self._device.type == "cuda":
-            pixels = pixels.pin_memory()  # a copy, so that the slot is free while the transfer goes on
-        return pixels.to(self._device, non_blocking=True).to(torch.float32).sub_(127.5).div_(127.5)
-
-
-class _Numbered:
-    """Items with the slot each is to be read into, in turn."""
-
-    def __init__(self, items: Iterable[Item], num_slots: int) -> None:
-        self._items, self._num_slots = items, num_slots
-
-    def __iter__(self) -> Iterator[tuple[int, Item]]:
-        return ((number % self._num_slots, item) for number, item in enumerate(self._items))
-
-
-class _Buffers:
-    """Float arrays handed out as tensors, and again once nothing holds the tensor's memory any more.
-
-    A tensor made by from_numpy keeps a reference to its array as long as its storage lives, whoever holds that (a
-    view, autograd): the array's reference count tells.
-    """
-
-    def __init__(self, kept: int = 4) -> None:
-        self._kept = kept
-        self._arrays: list[NDArray[np.float32]] = []
-        self._free_count = -1
-
-    def take(self, shape: tuple[int, ...]) -> Tensor:
-        for k, count in enumerate(map(self._count, range(len(self._arrays)))):
-            if count == self._free_count and self._arrays[k].shape == shape:
-                return torch.from_numpy(self._arrays[k])
-        if len(self._arrays) == self._kept:
-            return torch.empty(shape)
-        self._arrays.append(np.empty(shape, np.float32))
-        self._free_count = self._count(-1)
-        return torch.from_numpy(self._arrays[-1])
-
-    def _count(self, k: int) -> int:
-        return sys.getrefcount(self._arrays[k])
-
-
-def _shared(shape: tuple[int, ...]) -> Tensor:
-    """Memory that worker processes can write to. ValueError where the system's share of it is too small."""
-    size, where = math.prod(shape), "/dev/shm"
-    if os.path.isdir(where) and (free := shutil.disk_usage(where).free) < size:
-        raise ValueError(
-            f"the loader's workers need {size / 2**20:.0f} MiB of shared memory, {where} has {free / 2**20:.0f} MiB "
-            "free; use fewer workers or a smaller prefetch, or start the container with a larger --shm-size"
-        )
-    return torch.empty(shape, dtype=torch.uint8).share_memory_()
-
-
-def _same(item: Any) -> Any:
-    return item
 
 
 def _check_dataset(dataset: Dataset) -> None:

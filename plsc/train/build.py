@@ -140,6 +140,10 @@ def build_head(config: Config, classes: int, comm: Communicator) -> Head:
     """The class-parallel head, or the plain softmax classifier for margin = "linear"."""
     ask, size = config.head, config.model.embedding_size
     if ask.margin == "linear":
+        if ask.margin_args:
+            raise ValueError(
+                f"head.margin 'linear' takes no margin_args, got {', '.join(ask.margin_args)}; leave them out"
+            )
         if ask.sample_rate != 1.0 or ask.sub_centers != 1 or ask.fused or ask.filter_threshold is not None:
             raise ValueError("head.margin 'linear' takes no sample_rate, sub_centers, fused or filter_threshold")
         return ClassParallelLinear(size, classes, comm=comm, seed=config.seed, cache_mb=ask.cache_mb)
@@ -204,14 +208,15 @@ def build_optim(config: Config, *modules: nn.Module) -> Optimizer:
     )
 
 
-def build_schedule(config: Config, total_steps: int, steps_per_epoch: float) -> Schedule:
+def build_schedule(config: Config, total_steps: int, step_at: Callable[[float], float]) -> Schedule:
+    """step_at(epoch): the step at which that epoch begins."""
     ask = config.optim
     return Schedule(
         ask.schedule,
         total_steps,
-        warmup_steps=min(round(ask.warmup_epochs * steps_per_epoch), total_steps),
+        warmup_steps=min(max(round(step_at(ask.warmup_epochs)), 0), total_steps),
         power=ask.power,
-        milestones=tuple(round(epoch * steps_per_epoch) for epoch in ask.milestones),
+        milestones=tuple(round(step_at(epoch)) for epoch in ask.milestones),
         gamma=ask.gamma,
         final=ask.final,
     )

@@ -7,7 +7,7 @@ import difflib
 import math
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -59,6 +59,7 @@ class ModelConfig:
 
     backbone: str = "iresnet50"
     embedding_size: int = 512
+    weights: str = ""  # start from the backbone of this run or checkpoint
 
 
 @dataclass(frozen=True)
@@ -153,30 +154,35 @@ class Config:
         _one_of("eval.task", self.eval.task, ("verification", "classification", "none"))
 
 
-def list_recipes() -> list[str]:
-    """Names of the shipped recipes."""
-    files = (entry.name for entry in resources.files(RECIPES).iterdir())
-    return sorted(name[:-5] for name in files if name.endswith(".toml"))
+def list_recipes(tasks: Collection[str] = ("",)) -> list[str]:
+    """Names of the shipped recipes with one of these tasks; "": class-parallel training, whose recipes name none."""
+    files = (entry for entry in resources.files(RECIPES).iterdir() if entry.name.endswith(".toml"))
+    texts = {entry.name[:-5]: entry.read_text(encoding="utf-8") for entry in files}
+    return sorted(name for name, text in texts.items() if tomllib.loads(text).get("task", "") in tasks)
 
 
 def load_recipe(recipe: str) -> Config:
     """A Config from a shipped recipe's name or the path of a TOML file."""
+    return from_dict(Config, read_recipe(recipe), where=f"recipe {recipe}")
+
+
+def read_recipe(recipe: str, tasks: Collection[str] = ("",)) -> dict[str, Any]:
+    """What the shipped recipe of that name (with one of these tasks) or a TOML file says."""
     path = Path(recipe)
     if path.is_file():
         source: Traversable = path
-    elif recipe in list_recipes():
+    elif recipe in list_recipes(tasks):
         source = resources.files(RECIPES).joinpath(f"{recipe}.toml")
     else:
-        raise ValueError(_no_recipe(path))
+        raise ValueError(_no_recipe(path, tasks))
     try:
-        values = tomllib.loads(source.read_text(encoding="utf-8"))
+        return tomllib.loads(source.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, or not TOML
         raise ValueError(f"recipe {recipe} is not valid TOML: {error}") from error
-    return from_dict(Config, values, where=f"recipe {recipe}")
 
 
-def _no_recipe(path: Path) -> str:
-    shipped = list_recipes()
+def _no_recipe(path: Path, tasks: Collection[str]) -> str:
+    shipped = list_recipes(tasks)
     beside = [str(file) for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
     what = f"recipe file {path} does not exist" if path.suffix == ".toml" else f"no recipe {str(path)!r}"
     hint = did_you_mean(str(path), beside) or did_you_mean(path.stem, shipped)

@@ -16,14 +16,23 @@ import torch
 from torch import Tensor
 
 from plsc.comm import Communicator, together
-from plsc.data import Dataset, Pairs
+from plsc.data import Dataset, Loader, Pairs
 from plsc.fleet import Fleet, NonFiniteLoss
 from plsc.strategies import first_nonfinite, set_lr
 from plsc.train import build
-from plsc.train.checkpoint import Checkpoints
-from plsc.train.config import Config, dump, load_recipe
+from plsc.train.checkpoint import Checkpoints, load
+from plsc.train.config import Config, dump, load_recipe, to_dict
 from plsc.train.evaluate import VerificationResult, classify, embed, identify, verify
 from plsc.train.metrics_log import MetricsLog
+from plsc.train.resume import (
+    class_names,
+    compare_settings,
+    digest,
+    match_classes,
+    match_trained,
+    read_classes,
+    write_classes,
+)
 from plsc.train.storage import make_directories, replace_durably
 
 logger = logging.getLogger(__name__)
@@ -40,15 +49,21 @@ class Trainer:
         self.config = config
         self.fleet = Fleet(config.strategy, comm)
         comm = self.fleet.comm
+        self.out = Path(config.out)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", keep=config.keep, comm=comm)
+        self._saved = self.checkpoints.newest_extra()  # what the run to go on says of itself
         if comm.rank == 0:  # glyphs are drawn once, by one rank
             build.build_data(config.data, seed=config.seed, progress=progress)
         comm.barrier()
-        self.data = build.build_data(config.data, seed=config.seed)
+        self.data = self._known_classes(build.build_data(config.data, seed=config.seed))
         self.num_classes = build.num_classes(config, self.data)
         self.eval_data: Dataset | None = None
         self.pairs: Pairs | None = None
         if config.eval.task != "none":
             self.eval_data, self.pairs = build.build_eval(config, self.data)
+            if config.eval.task == "classification":
+                where = f"eval.path {config.eval.path}"
+                self.eval_data = match_trained(self.eval_data, self.data, where=where)
         if self.pairs is not None and self.eval_data is self.data and comm.rank == 0:
             logger.warning("verification uses the TRAINING images: no eval.path is given; the figure says nothing new")
         self.loader = self.fleet.loader(
@@ -68,20 +83,41 @@ class Trainer:
         self.backbone = self.fleet.replicate(backbone)
         self.head = build.build_head(config, self.num_classes, comm).to(self.fleet.device)
         self.optimizer = build.build_optim(config, self.backbone, self.head)
-        accumulate = config.strategy.accumulate
-        self.total_steps = config.epochs * self.loader.steps_per_epoch // accumulate
-        if config.max_steps:
-            self.total_steps = min(self.total_steps, config.max_steps)
-        steps_per_epoch = self.loader.steps_per_epoch / accumulate
-        self.schedule = build.build_schedule(config, max(self.total_steps, 1), steps_per_epoch)
         self.step = 0
-        self.out = Path(config.out)
-        self.checkpoints = Checkpoints(self.out / "checkpoints", keep=config.keep, comm=comm)
+        self._plan()
         self.log = MetricsLog(self.out) if comm.rank == 0 else None
         self.verified: VerificationResult | None = None  # of the last evaluation
         self._embedded: tuple[int, np.ndarray] | None = None  # the step of, and embeddings [N, D]
         self._signal: int | None = None
         self._last_saved = -1
+
+    def _known_classes(self, data: Dataset) -> Dataset:
+        """The data with the class numbers of the checkpoint to go on from: those of its classes, by name."""
+        config = self.config
+        matched = [data]
+
+        def match() -> None:
+            known = read_classes(self.out, self._saved or {})
+            where = config.data.path or config.data.kind
+            matched.append(match_classes(data, known, extend=config.head.extend_classes, where=where))
+
+        together(self.fleet.comm, "match the classes with the checkpoint's", match)
+        return matched[-1]
+
+    def _plan(self) -> None:
+        """Steps in all and the learning rates on the way, counted from where step and loader stand.
+
+        So a run that goes on with other data or other batches still ends, and its schedule with it, after its epochs.
+        """
+        config, loader, accumulate = self.config, self.loader, self.config.strategy.accumulate
+
+        def step_at(epoch: float) -> float:
+            return self.step + (epoch * loader.steps_per_epoch - loader.num_passed) / accumulate
+
+        self.total_steps = max(math.floor(step_at(config.epochs)), self.step)
+        if config.max_steps:
+            self.total_steps = min(self.total_steps, config.max_steps)
+        self.schedule = build.build_schedule(config, max(self.total_steps, 1), step_at)
 
     # ---- the run
 
@@ -174,14 +210,19 @@ class Trainer:
             "head": self.head,
             "optimizer": self.optimizer,
             "fleet": self.fleet,
-            "loader": self.loader,
+            "loader": _OtherData(self.loader) if self.config.head.extend_classes else self.loader,
         }
 
     def save(self) -> Path:
         self.fleet.meet(self.optimizer)
-        path = self.checkpoints.save(self.step, extra={"num_classes": self.num_classes}, **self.parts())
+        path = self.checkpoints.save(self.step, extra=self._about(), **self.parts())
         self._last_saved = self.step
         return path
+
+    def _about(self) -> dict[str, Any]:
+        names = class_names(self.data)
+        classes = None if names is None else {"count": len(names), "digest": digest(names)}
+        return {"num_classes": self.num_classes, "config": to_dict(self.config), "classes": classes}
 
     def resume(self) -> bool:
         """Loads the newest checkpoint of the run's directory; False if there is none. Options are the config's."""
@@ -192,6 +233,7 @@ class Trainer:
         for group, asked in zip(self.optimizer.param_groups, options, strict=True):
             group.update(asked)  # the learning rate and its like may be changed on resume, state may not
         self.step = self._last_saved = found.step
+        self._plan()
         logger.info("resumed at step %d of %d from %s", self.step, self.total_steps, found.path)
         return True
 
@@ -202,13 +244,24 @@ class Trainer:
                 f"{self.checkpoints.directory} has checkpoints already and resume is off; expected a fresh folder; "
                 "give another --out, delete it, or leave resume on to continue"
             )
+        before = (self._saved or {}).get("config")
+        changes = [] if before is None else compare_settings(before, config)
         resumed = config.resume and self.resume()
+        if changes and comm.rank == 0:
+            logger.warning(
+                "goes on with other settings than it was begun with: %s; it now has %d steps in all",
+                "; ".join(changes),
+                self.total_steps,
+            )
+        if not resumed and config.model.weights:
+            self._take_weights(config.model.weights)
 
         def open_files() -> None:
             if self.log is not None:
                 make_directories(self.out)
                 # After the checkpoint was found to fit: a config that does not must not take the run's place.
                 replace_durably(self.out / "config.toml", [dump(config).encode()])
+                write_classes(self.out, class_names(self.data))
                 self.log.open(self.step if resumed else 0)
 
         together(comm, f"write into {self.out}", open_files)
@@ -225,6 +278,11 @@ class Trainer:
             self.total_steps,
             config.batch_size,
         )
+
+    def _take_weights(self, source: str) -> None:
+        """Starts from the backbone of another run or checkpoint."""
+        newest = Checkpoints(Path(source) / "checkpoints", comm=self.fleet.comm).latest()
+        load(newest or source, comm=self.fleet.comm, backbone=self.backbone)
 
     # ---- evaluation
 
@@ -287,6 +345,17 @@ class Trainer:
 
     def _signals(self) -> Any:
         return _CaughtSignals(self)
+
+
+class _OtherData:
+    """The loader as a part of a checkpoint that may have been written with fewer images."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self.state_dict = loader.state_dict
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state, other_data=True)
 
 
 class _CaughtSignals:

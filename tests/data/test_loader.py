@@ -3,6 +3,12 @@
 import json
 import logging
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plsc.data import Augment, ImageFolder, Loader, Synthetic, batches
-from plsc.data.loader import _Buffers
+from plsc.data import Augment, ImageFolder, Loader, ReadingProcessDied, Synthetic, batches
+from plsc.data.pipeline import Buffers
 from plsc.data.reading import Transform
 
 N, B = 50, 12
@@ -114,12 +120,13 @@ def test_state_of_another_run_is_refused() -> None:
     loader = Loader(Numbers(), B, seed=5)
     state = loader.state_dict()
     for change in ({"seed": 6}, {"num_samples": 51}, {"shuffle": False}):
-        with pytest.raises(ValueError, match=f"{next(iter(change))}=.* this loader"):
+        word = "51 samples" if "num_samples" in change else f"{next(iter(change))}="
+        with pytest.raises(ValueError, match=f"{word}.* this loader"):
             loader.load_state_dict({**state, **change})
     for change in ({"epoch": -1}, {"position": 51}):
         with pytest.raises(ValueError, match="expected 0 <= position"):
             loader.load_state_dict({**state, **change})
-    with pytest.raises(ValueError, match="lacks position, seed"):
+    with pytest.raises(ValueError, match="lacks labels, position, seed"):
         loader.load_state_dict({key: state[key] for key in ("epoch", "shuffle", "num_samples")})
 
 
@@ -194,12 +201,101 @@ def test_leaving_the_loop_with_workers() -> None:
     assert found == whole
 
 
+class Mortal(Numbers):
+    """A data set one of whose samples ends the process that reads it."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        super().__init__()
+        self.end, self.process = end, os.getpid()
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
+        if i == 17 and os.getpid() != self.process:
+            self.end()
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (
+            signal.SIGKILL,
+            r"^rank 1, reading process \d of 2 \(pid \d+\) was killed \(signal 9; out of memory\?\)",
+        ),
+        (signal.SIGBUS, r"was killed \(signal 7; a disk error"),
+        (signal.SIGTERM, r"was killed \(signal 15\)"),
+    ],
+)
+def test_a_killed_worker_is_named_with_its_rank(number: int, message: str) -> None:
+    before = set(multiprocessing.active_children())
+    dataset = Mortal(lambda: os.kill(os.getpid(), number))
+    loaders = [Loader(dataset, B, rank=rank, world_size=2, workers=2) for rank in range(2)]
+    (rank,) = (r for r in range(2) if 17 in [i for step in order_of(loaders[r]) for i in step])
+    with pytest.raises(ReadingProcessDied, match=message.replace("rank 1", f"rank {rank}")):
+        list(loaders[rank].epochs(1))
+    assert set(multiprocessing.active_children()) == before  # the others are gone too
+    assert len(list(loaders[1 - rank].epochs(1))) == 4
+    loaders[1 - rank].close()
+
+
+def order_of(loader: Loader) -> list[list[int]]:
+    """The samples of each step of an epoch, of this rank."""
+    return [samples.tolist() for _, samples in loader._order]
+
+
+def test_a_worker_that_ends_by_itself_is_named() -> None:
+    loader = Loader(Mortal(lambda: os._exit(3)), B, workers=1)
+    with pytest.raises(
+        ReadingProcessDied, match=r"^reading process 0 of 1 .* ended by itself \(exit code 3\); a"
+    ):
+        list(loader.epochs(1))
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    program = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import multiprocessing
+from plsc.data import Loader, Synthetic
+if __name__ == "__main__":
+    loader = Loader(Synthetic(40, 4, image_size=8), 8, workers=2)
+    next(loader.epochs(1))
+    print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    workers = [int(word) for word in done.stdout.split()]
+    assert len(workers) == 2, done.stderr
+    deadline = time.monotonic() + 60
+    while any(map(alive, workers)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_an_error_of_a_worker_says_where() -> None:
+    def fail(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        raise KeyError("angle")
+
+    loader = Loader(Numbers(), B, workers=1, transform=fail)
+    loader._pipeline = None
+    with pytest.raises(RuntimeError, match=r"cannot be changed: KeyError: 'angle'"):
+        list(loader.epochs(1))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_sample_is_named(workers: int) -> None:
     loader = Loader(Numbers(broken=(17,)), B, workers=workers)
-    with pytest.raises(ValueError, match=r"^sample 17 \(number-17.jpg\) cannot be read: OSError: disk on fire"):
+    with pytest.raises(
+        ValueError, match=r"^sample 17 \(number-17.jpg\) cannot be read: OSError: disk on fire; mend"
+    ):
         list(loader.epochs(1))
-    with pytest.raises(ValueError, match=r"^sample 17"):
+    with pytest.raises(ValueError, match=r"^sample 17 .* disk on fire; mend or remove it$"):
         list(batches(Numbers(broken=(17,)), B, workers=workers))
 
 
@@ -253,8 +349,12 @@ def test_a_bad_first_image_is_no_hindrance() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_too_many_bad_images_stop_the_epoch(workers: int) -> None:
-    with pytest.raises(ValueError, match=r"\d images of this epoch .* more than 1 % of 300: sample \d+ \(number-"):
+    few = r"got \d images .* among the 300 that a rank .* at most 3 \(3; 1 % where that is more\): sample \d+ \(number-"
+    with pytest.raises(ValueError, match=few):
         redrawn(1, workers, tuple(range(0, 300, 2))[:60])
+    with pytest.raises(ValueError, match=r"got \d+ images .* among the 500 .* at most 5 \(1 %\)"):
+        redrawn(1, workers, tuple(range(0, 500, 5)), 500)
+    assert redrawn(1, workers, (1, 2), 40)[1][0].num_bad >= 2  # one in 20, but so few may be
     with pytest.raises(ValueError, match=r"none of 101 samples drawn in turn can be read"):
         redrawn(1, 0, tuple(range(50)), 50)
 
@@ -341,7 +441,7 @@ def test_batches_ranges() -> None:
 
 
 def test_memory_is_used_again_only_when_nobody_holds_it() -> None:
-    buffers = _Buffers(kept=2)
+    buffers = Buffers(kept=2)
     a = buffers.take((2, 3))
     view, place = a[:1], a.data_ptr()
     del a

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plsc.ps.rules import PythonRule, Rule
+from plsc.ps.store import Store
 from plsc.ps.table import Table
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class SparseEmbedding(nn.Module):
 
     _anchor: Tensor
 
-    def __init__(self, table: Table, *, pooling: str = "sum", padding_key: int | None = None) -> None:
+    def __init__(self, table: Store, *, pooling: str = "sum", padding_key: int | None = None) -> None:
         super().__init__()
         if pooling not in POOLINGS:
             raise ValueError(f"pooling: got {pooling!r}, expected one of {', '.join(POOLINGS)}")

@@ -101,8 +101,10 @@ class Served:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def pull(self, keys: Array) -> Array:
-        """Rows [K, dim] float32 of keys [K], in the kind that came in."""
+    def pull(self, keys: Array, *, create: bool = False) -> Array:
+        """Rows [K, dim] float32 of keys [K], in the kind that came in; `create` is for who calls it as a Table."""
+        if create:
+            raise ValueError("got create=True, but an exported table is read only; call the layer in eval()")
         wanted = as_keys(keys)
         out, memory = empty_like_kind(keys, (len(wanted), self.dim))
         at = np.searchsorted(self._keys, wanted)

@@ -123,6 +123,10 @@ class Table:
         """Id of the last full save, or of the one this table was loaded from."""
         return None if self._base is None else self._base[0]
 
+    @property
+    def keeps_counters(self) -> bool:
+        return bool(self._config["counters"])
+
     def __len__(self) -> int:
         return len(self._core)
 
@@ -179,6 +183,11 @@ class Table:
         array = as_keys(keys)
         self._core.scatter(array, as_floats(values, (len(array), self.dim), "values"), None, False)
 
+    def add(self, keys: Array, deltas: Array) -> None:
+        """Add deltas [K, dim] float32 to values, whatever the rule; optimizer state stays."""
+        array = as_keys(keys)
+        self._core.add(array, as_floats(deltas, (len(array), self.dim), "deltas"), self._lr)
+
     def contains(self, keys: Array) -> np.ndarray:
         """Which keys have a row, bool [K]."""
         array = as_keys(keys)
@@ -233,7 +242,9 @@ class Table:
         return {name: value for name, value in self._config.items() if name != "counters"}
 
     def stats(self) -> dict[str, int]:
-        """rows, born, evicted, refused (gradients), unadmitted (pushes), clock (pushes), and bytes of three kinds."""
+        """rows, born, evicted, refused (gradients), unadmitted and clock (pushes), contended (stripes found locked),
+        and bytes of three kinds.
+        """
         return dict(self._core.stats())
 
     def save(self, path: str | PathLike[str], *, delta: bool = False) -> int:

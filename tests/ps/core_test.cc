@@ -1,8 +1,10 @@
 // The table's core without Python, for the compiler's sanitizers: threads, growth, eviction, forks of the road on disk.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "bits.h"
@@ -33,6 +35,50 @@ void parallel(int threads, void (*work)(Table&, uint64_t), Table& table) {
   std::vector<std::thread> all;
   for (int i = 0; i < threads; ++i) all.emplace_back(work, std::ref(table), static_cast<uint64_t>(i));
   for (std::thread& thread : all) thread.join();
+}
+
+// The key that mix() turns into x.
+uint64_t unmix(uint64_t x) {
+  x = (x ^ (x >> 31) ^ (x >> 62)) * 0x319642B2D24D8EC3ull;
+  x = (x ^ (x >> 27) ^ (x >> 54)) * 0x96DE1B173F119089ull;
+  return x ^ (x >> 30) ^ (x >> 60);
+}
+
+// An index that begins with one line grows through many sizes while keys come and go. Some live at the end of it, so
+// that runs go on at the beginning.
+void index_against_map() {
+  std::unordered_map<uint64_t, uint32_t> expected;
+  Index index(1, 1);  // places are hashes
+  std::vector<uint64_t> keys;
+  for (uint64_t i = 0; i < 4000; ++i) keys.push_back(i % 9 == 0 ? unmix(~uint64_t{0} - i) : i);
+  CHECK(mix(unmix(12345)) == 12345);
+  uint64_t random = 1;
+  for (uint32_t turn = 0; turn < 60000; ++turn) {
+    random = mix(random + kGolden);
+    const uint64_t key = keys[random % std::min<size_t>(keys.size(), 16 + turn / 8)];
+    const uint64_t hash = mix(key);
+    Slot* const slot = index.find(key, hash);
+    const auto known = expected.find(key);
+    CHECK((slot != nullptr) == (known != expected.end()));
+    if (slot != nullptr) CHECK(slot->row == known->second && slot->key == key);
+    if (slot == nullptr) {
+      index.make_room();
+      index.insert(key, hash, turn + 1, 0);
+      expected[key] = turn + 1;
+    } else if (random % 16 < 7) {
+      index.remove(key, hash);
+      expected.erase(known);
+    }
+    if (turn % 9001 == 9000) index.settle();
+    CHECK(index.count() == expected.size());
+  }
+  index.settle();
+  uint64_t seen = 0;
+  index.visit([&](const Slot& slot) {
+    ++seen;
+    CHECK(expected.at(slot.key) == slot.row);
+  });
+  CHECK(seen == expected.size() && seen > 500);
 }
 
 // Sums of small whole numbers are exact in floats.
@@ -147,6 +193,7 @@ void checksum() { CHECK(crc32(0, "123456789", 9) == 0xCBF43926u); }
 int main(int, char** argv) {
   const std::string folder = argv[1];
   checksum();
+  index_against_map();
   sums_under_locks();
   index_without_locks_on_floats();
   life(folder, Dtype::fp32);

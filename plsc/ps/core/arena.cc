@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 #include <system_error>
 
@@ -16,17 +17,22 @@ namespace plsc {
 namespace {
 
 constexpr size_t kHuge = size_t{2} << 20;
+constexpr size_t kOwnPages = size_t{64} << 10;  // from here on freed memory goes back to the system at once
 constexpr size_t kLargestRegion = size_t{64} << 20;
 
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
-// Anonymous memory that starts on a huge page: asks for one more and gives the ends back.
-char* map_huge(size_t size) {
-  void* got = mmap(nullptr, size + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+char* map_pages(size_t size) {
+  void* got = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (got == MAP_FAILED) throw std::bad_alloc();
-  char* const start = static_cast<char*>(got);
+  return static_cast<char*>(got);
+}
+
+// Memory that starts on a huge page: asks for one more and gives the ends back.
+char* map_huge(size_t size) {
+  char* const start = map_pages(size + kHuge);
   char* const aligned = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(start), kHuge));
   if (aligned > start) munmap(start, static_cast<size_t>(aligned - start));
   const size_t tail = kHuge - static_cast<size_t>(aligned - start);
@@ -53,18 +59,19 @@ int nameless_file(const std::string& directory) {
 }  // namespace
 
 Block::Block(size_t bytes) : size_(bytes) {
-  if (bytes >= kHuge) {
+  if (bytes >= kOwnPages) {
     size_ = round_up(bytes, 4096);
-    data_ = map_huge(size_);
+    data_ = bytes >= kHuge ? map_huge(size_) : map_pages(size_);
   } else {
-    data_ = std::calloc(1, bytes);
+    data_ = std::aligned_alloc(64, round_up(bytes, 64));
     if (data_ == nullptr) throw std::bad_alloc();
+    std::memset(data_, 0, bytes);
   }
 }
 
 Block::~Block() {
   if (data_ == nullptr) return;
-  if (size_ >= kHuge) {
+  if (size_ >= kOwnPages) {
     munmap(data_, size_);
   } else {
     std::free(data_);

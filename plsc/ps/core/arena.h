@@ -9,7 +9,7 @@
 
 namespace plsc {
 
-// Zeroed memory for an index: from malloc while small, from the system on huge pages once large. Owns what it holds.
+// Zeroed memory for an index, cache lines whole: from malloc while small, from the system on huge pages once large. Owns what it holds.
 class Block {
  public:
   Block() = default;

@@ -7,23 +7,10 @@
 
 namespace plsc {
 
-// Takes a slot out and moves later ones of its run back over it, so that no probe meets a gap.
-void Table::remove(Stripe& stripe, uint64_t position) {
-  Slot* const slots = stripe.slots;
-  const uint64_t capacity = stripe.capacity;
-  stripe.free_rows.push_back(slots[position].row - 1);
-  uint64_t hole = position, at = position;
-  for (;;) {
-    if (++at == capacity) at = 0;
-    if (slots[at].row == 0) break;
-    const uint64_t wants = home(mix(slots[at].key), capacity);
-    const bool stays = hole <= at ? (hole < wants && wants <= at) : (hole < wants || wants <= at);
-    if (stays) continue;
-    slots[hole] = slots[at];
-    hole = at;
-  }
-  slots[hole].row = 0;
-  --stripe.count;
+void Table::remove(Stripe& stripe, const Slot& slot) {
+  stripe.free_rows.push_back(slot.row - 1);
+  const uint64_t key = slot.key;
+  stripe.index.remove(key, mix(key));
 }
 
 uint64_t Table::erase(const uint64_t* keys, size_t n) {
@@ -32,9 +19,9 @@ uint64_t Table::erase(const uint64_t* keys, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const uint64_t hash = mix(keys[i]);
     Stripe& stripe = stripe_of(hash);
-    const Slot* slot = find(stripe, keys[i], hash);
+    const Slot* slot = stripe.index.find(keys[i], hash);
     if (slot == nullptr) continue;
-    remove(stripe, static_cast<uint64_t>(slot - stripe.slots));
+    remove(stripe, *slot);
     ++erased;
   }
   rows_.fetch_sub(erased, std::memory_order_relaxed);
@@ -45,14 +32,11 @@ uint64_t Table::erase(const uint64_t* keys, size_t n) {
 uint64_t Table::remove_where(Stripe& stripe, const std::function<bool(const Slot&, const char*)>& goes) {
   // Removing moves slots back, past the one looked at: keys are collected first.
   std::vector<uint64_t> keys;
-  for (uint64_t at = 0; at < stripe.capacity; ++at) {
-    const Slot& slot = stripe.slots[at];
-    if (slot.row != 0 && goes(slot, row_at(stripe, slot.row - 1))) keys.push_back(slot.key);
-  }
-  for (const uint64_t key : keys) {
-    const Slot* slot = find(stripe, key, mix(key));
-    remove(stripe, static_cast<uint64_t>(slot - stripe.slots));
-  }
+  stripe.index.settle();
+  stripe.index.visit([&](const Slot& slot) {
+    if (goes(slot, row_at(stripe, slot.row - 1))) keys.push_back(slot.key);
+  });
+  for (const uint64_t key : keys) remove(stripe, *stripe.index.find(key, mix(key)));
   rows_.fetch_sub(keys.size(), std::memory_order_relaxed);
   evicted_.fetch_add(keys.size(), std::memory_order_relaxed);
   return keys.size();
@@ -75,13 +59,11 @@ uint64_t Table::trim(Stripe& stripe) {
     return Worth{shows, slot.seen, mix(slot.key)};
   };
   std::vector<Worth> all;
-  all.reserve(stripe.count);
-  for (uint64_t at = 0; at < stripe.capacity; ++at) {
-    const Slot& slot = stripe.slots[at];
-    if (slot.row != 0) all.push_back(worth(slot, row_at(stripe, slot.row - 1)));
-  }
+  all.reserve(stripe.index.count());
+  stripe.index.settle();
+  stripe.index.visit([&](const Slot& slot) { all.push_back(worth(slot, row_at(stripe, slot.row - 1))); });
   const uint64_t goal = quota_ - quota_ / 8;
-  const auto last = all.begin() + static_cast<std::ptrdiff_t>(stripe.count - goal);
+  const auto last = all.begin() + static_cast<std::ptrdiff_t>(stripe.index.count() - goal);
   std::nth_element(all.begin(), last, all.end());
   const Worth bound = *last;
   return remove_where(stripe, [&](const Slot& slot, const char* row) { return worth(slot, row) < bound; });
@@ -108,12 +90,12 @@ void Table::decay(float factor) {
   if (!spec_.layout.counters) return;
   for (auto& stripe : stripes_) {
     const Alone alone(gate_);
-    for (uint64_t at = 0; at < stripe->capacity; ++at) {
-      if (stripe->slots[at].row == 0) continue;
-      auto* const counters = reinterpret_cast<float*>(row_at(*stripe, stripe->slots[at].row - 1) + spec_.layout.counters_at);
+    stripe->index.settle();
+    stripe->index.visit([&](const Slot& slot) {
+      auto* const counters = reinterpret_cast<float*>(row_at(*stripe, slot.row - 1) + spec_.layout.counters_at);
       counters[0] *= factor;
       counters[1] *= factor;
-    }
+    });
   }
 }
 
@@ -123,19 +105,18 @@ void Table::stripe_rows(int index, std::vector<uint64_t>& keys, std::vector<floa
   const std::lock_guard<std::mutex> lock(stripe.mutex);
   const auto dim = static_cast<size_t>(spec_.layout.dim);
   const auto width = static_cast<size_t>(spec_.layout.state);
-  keys.resize(stripe.count);
-  values.resize(stripe.count * dim);
-  state.resize(stripe.count * width);
+  keys.resize(stripe.index.count());
+  values.resize(keys.size() * dim);
+  state.resize(keys.size() * width);
   size_t i = 0;
-  for (uint64_t at = 0; at < stripe.capacity; ++at) {
-    const Slot& slot = stripe.slots[at];
-    if (slot.row == 0) continue;
+  stripe.index.settle();
+  stripe.index.visit([&](const Slot& slot) {
     const char* const row = row_at(stripe, slot.row - 1);
     keys[i] = slot.key;
     read_value(spec_.layout, row, values.data() + i * dim);
     if (width > 0) std::memcpy(state.data() + i * width, row + spec_.layout.state_at, 4 * width);
     ++i;
-  }
+  });
 }
 
 uint64_t Table::tick() {
@@ -151,12 +132,13 @@ TableStats Table::stats() {
   stats.evicted = evicted_.load(std::memory_order_relaxed);
   stats.refused = refused_.load(std::memory_order_relaxed);
   stats.unadmitted = unadmitted_.load(std::memory_order_relaxed);
+  stats.contended = contended_.load(std::memory_order_relaxed);
   stats.clock = clock_.load(std::memory_order_relaxed);
   stats.payload_bytes = stats.rows * spec_.layout.stride;
   stats.arena_bytes = arena_->bytes();
   for (auto& stripe : stripes_) {
     const std::lock_guard<std::mutex> lock(stripe->mutex);
-    stats.index_bytes += stripe->slots_block.size();
+    stats.index_bytes += stripe->index.bytes();
   }
   return stats;
 }

@@ -131,6 +131,12 @@ NB_MODULE(_core, m) {
             t.scatter(keys.data(), keys.size(), values.data(), state ? state->data() : nullptr, only_present);
           },
           nb::arg("keys"), nb::arg("values"), nb::arg("state").none(), nb::arg("only_present"))
+      .def("add",
+           [](Table& t, In<uint64_t> keys, In<float> deltas, float lr) {
+             expect(deltas.size(), keys.size() * static_cast<size_t>(t.layout().dim), "deltas");
+             const nb::gil_scoped_release release;
+             t.add(keys.data(), keys.size(), deltas.data(), lr);
+           })
       .def("read_counters",
            [](Table& t, In<uint64_t> keys, Out<float> out) {
              expect(out.size(), 2 * keys.size(), "out");
@@ -184,6 +190,7 @@ NB_MODULE(_core, m) {
              d["refused"] = s.refused;
              d["unadmitted"] = s.unadmitted;
              d["clock"] = s.clock;
+             d["contended"] = s.contended;
              d["payload_bytes"] = s.payload_bytes;
              d["index_bytes"] = s.index_bytes;
              d["arena_bytes"] = s.arena_bytes;

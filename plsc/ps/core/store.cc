@@ -1,5 +1,6 @@
 // Tables on disk: written in checked blocks to a file beside, renamed when complete; the format is in docs/ps.md.
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -156,11 +157,13 @@ uint64_t Table::save(const std::string& path, const std::string& header, uint64_
       const std::unique_ptr<Gate, void (*)(Gate*)> leave(&gate_, [](Gate* gate) { gate->leave(); });
       Stripe& stripe = *owned;
       const std::lock_guard<std::mutex> lock(stripe.mutex);
+      stripe.index.settle();
+      const Slots& all = stripe.index.slots();
       uint64_t at = 0;
-      while (at < stripe.capacity) {
+      while (at < all.capacity()) {
         slots.clear();
-        for (; at < stripe.capacity && slots.size() < most; ++at) {
-          if (stripe.slots[at].row != 0 && stripe.slots[at].seen >= since) slots.push_back(&stripe.slots[at]);
+        for (; at < all.capacity() && slots.size() < most; ++at) {
+          if (all[at].row != 0 && all[at].seen >= since) slots.push_back(&all[at]);
         }
         if (slots.empty()) break;
         const size_t n = slots.size(), bytes = n * (12 + stride);
@@ -201,6 +204,8 @@ uint64_t Table::load(const std::string& path) {
   File file(path, O_RDONLY);
   header_of(file);
   const size_t stride = spec_.layout.stride;
+  struct stat about;
+  if (stat(path.c_str(), &about) == 0) reserve(static_cast<uint64_t>(about.st_size) / (12 + stride));
   std::vector<char> payload;
   std::vector<uint64_t> keys;
   uint64_t total = 0;

@@ -4,9 +4,11 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <new>
+#include <random>
 #include <set>
 #include <stdexcept>
 
@@ -15,10 +17,11 @@
 namespace plsc {
 namespace {
 
-constexpr size_t kChunk = 65536;          // keys worked on at a time: their scratch stays in the cache
-constexpr size_t kSlabBytes = 64 << 10;   // about
-constexpr uint64_t kFirstCapacity = 16;
-constexpr uint64_t kAhead = 12;           // keys whose slots, rows whose lines, are on their way
+constexpr size_t kChunk = 65536;         // keys worked on at a time: their scratch stays in the cache
+constexpr size_t kSlabBytes = 64 << 10;  // about
+constexpr double kFirstLines = 32;
+constexpr uint64_t kAhead = 16;          // keys whose slots, rows whose lines, are on their way
+constexpr uint64_t kLockedAhead = 8;     // the same under a lock, where the caller's arrays are not met in order either
 
 void prefetch_row(const char* row, size_t bytes) {
   const size_t most = std::min<size_t>(bytes, 512);
@@ -93,8 +96,14 @@ Table::Table(const TableOptions& options)
   stripe_mask_ = static_cast<uint64_t>(options.stripes - 1);
   quota_ = options.max_rows / static_cast<uint64_t>(options.stripes);
   const bool counts = options.admit_after > 1;
+  // Keys often come in the order that another table or a file has them in, and pile up at one end of an index that
+  // keeps them in the same order and is still growing. So every table has an order of its own.
+  std::random_device random;
+  const uint64_t salt = mix(random() ^ (static_cast<uint64_t>(random()) << 32));
   for (int i = 0; i < options.stripes; ++i) {
-    stripes_.push_back(std::make_unique<Stripe>());
+    // Stripes fill alike and grow by half: spread over one and a half times the size, they do not grow all at once.
+    const double lines = kFirstLines * std::pow(1.5, static_cast<double>(i) / options.stripes);
+    stripes_.push_back(std::make_unique<Stripe>(static_cast<uint64_t>(lines), salt));
     if (counts) stripes_.back()->sketch.resize(options.sketch_bytes / static_cast<size_t>(options.stripes) + 1);
   }
   enroll(this);
@@ -105,19 +114,9 @@ Table::~Table() {
   registry().tables.erase(this);
 }
 
-Slot* Table::find(Stripe& stripe, uint64_t key, uint64_t hash) const {
-  if (stripe.capacity == 0) return nullptr;
-  uint64_t at = home(hash, stripe.capacity);
-  while (stripe.slots[at].row != 0) {
-    if (stripe.slots[at].key == key) return &stripe.slots[at];
-    if (++at == stripe.capacity) at = 0;
-  }
-  return nullptr;
-}
-
 // The key is not there. Whatever can fail is done before the index changes.
 Slot* Table::insert(Stripe& stripe, uint64_t key, uint64_t hash, Scratch& s) {
-  if ((stripe.count + 1) * 5 > stripe.capacity * 4) grow(stripe);
+  stripe.index.make_room();
   uint32_t row;
   if (!stripe.free_rows.empty()) {
     row = stripe.free_rows.back();
@@ -132,30 +131,16 @@ Slot* Table::insert(Stripe& stripe, uint64_t key, uint64_t hash, Scratch& s) {
     ++stripe.rows;
   }
   give_birth(spec_, key, row_at(stripe, row), s.floats.data());
-  uint64_t at = home(hash, stripe.capacity);
-  while (stripe.slots[at].row != 0) {
-    if (++at == stripe.capacity) at = 0;
-  }
-  stripe.slots[at] = {key, row + 1, clock_.load(std::memory_order_relaxed)};
-  ++stripe.count;
-  return &stripe.slots[at];
+  return stripe.index.insert(key, hash, row + 1, clock_.load(std::memory_order_relaxed));
 }
 
-void Table::grow(Stripe& stripe) {
-  const uint64_t capacity = std::max(kFirstCapacity, stripe.capacity + stripe.capacity / 2);
-  Block block(capacity * sizeof(Slot));
-  auto* const slots = static_cast<Slot*>(block.data());
-  for (uint64_t i = 0; i < stripe.capacity; ++i) {
-    if (stripe.slots[i].row == 0) continue;
-    uint64_t at = home(mix(stripe.slots[i].key), capacity);
-    while (slots[at].row != 0) {
-      if (++at == capacity) at = 0;
-    }
-    slots[at] = stripe.slots[i];
+// Room for so many rows more: a file's size says how many are coming.
+void Table::reserve(uint64_t rows) {
+  const Inside inside(gate_);
+  for (auto& stripe : stripes_) {
+    const std::lock_guard<std::mutex> lock(stripe->mutex);
+    stripe->index.reserve(rows / stripes_.size());
   }
-  stripe.slots_block = std::move(block);
-  stripe.slots = slots;
-  stripe.capacity = capacity;
 }
 
 // Counts a key that has no row; true once it may have one.
@@ -175,7 +160,8 @@ bool Table::admits(Stripe& stripe, uint64_t key, uint64_t hash) {
 }
 
 template <class Visit>
-bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, Scratch& s, Visit& visit) {
+bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, size_t row_bytes, Scratch& s,
+                  Visit& visit) {
   const size_t stripes = stripes_.size();
   s.start.assign(stripes + 1, 0);
   for (size_t i = 0; i < n; ++i) ++s.start[(mix(keys[i]) & stripe_mask_) + 1];
@@ -191,12 +177,10 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, S
     Stripe& stripe = *stripes_[k];
     const uint32_t begin = begin_of(k), end = s.start[k];
     for (uint32_t j = begin; j < end; ++j) {
-      if (j + kAhead < end && stripe.capacity > 0) {
-        __builtin_prefetch(&stripe.slots[home(mix(s.items[j + kAhead].key), stripe.capacity)], 0, 3);
-      }
+      if (j + kAhead < end) __builtin_prefetch(stripe.index.line_of(mix(s.items[j + kAhead].key)), 0, 3);
       const uint64_t key = s.items[j].key, hash = mix(key);
       char*& row = s.rows[options_.locked ? j : s.items[j].at];
-      Slot* slot = find(stripe, key, hash);
+      Slot* slot = stripe.index.find(key, hash);
       if (slot == nullptr && missing != Missing::skip) {
         if (missing == Missing::create || admits(stripe, key, hash)) {
           slot = insert(stripe, key, hash, s);
@@ -216,9 +200,9 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, S
     over = over || over_quota(stripe);
     if (!options_.locked) return;
     for (uint32_t j = begin; j < end; ++j) {
-      if (j + kAhead < end) {
-        if (s.rows[j + kAhead] != nullptr) prefetch_row(s.rows[j + kAhead], spec_.layout.stride);
-        visit.ahead(s.items[j + kAhead].at);
+      if (j + kLockedAhead < end) {
+        if (s.rows[j + kLockedAhead] != nullptr) prefetch_row(s.rows[j + kLockedAhead], row_bytes);
+        visit.ahead(s.items[j + kLockedAhead].at);
       }
       visit(s.items[j].at, s.rows[j]);
     }
@@ -241,10 +225,11 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, S
   }
   born_.fetch_add(born, std::memory_order_relaxed);
   unadmitted_.fetch_add(turned_away, std::memory_order_relaxed);
+  contended_.fetch_add(s.late.size(), std::memory_order_relaxed);
   if (options_.locked) return over;
   // Hogwild: rows do not move, so their floats are reached without a lock, in the order of the batch.
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && s.rows[i + kAhead] != nullptr) prefetch_row(s.rows[i + kAhead], spec_.layout.stride);
+    if (i + kAhead < n && s.rows[i + kAhead] != nullptr) prefetch_row(s.rows[i + kAhead], row_bytes);
     visit(i, s.rows[i]);
   }
   return over;
@@ -266,11 +251,11 @@ struct Table::Shifted {
   }
 };
 
-// Calls visit(position, row or null, floats) for every key, the positions of one key in order. `beside`: an array of
-// beside_bytes a key that the visits go to (may be null, with 0 bytes).
+// Calls visit(position, row or null, floats) for every key, the positions of one key in order. Fetched ahead: so many
+// bytes of the row, and those of `beside`, an array of beside_bytes a key (may be null, with 0 bytes).
 template <class Visit>
-void Table::batch(const uint64_t* keys, size_t n, Missing missing, bool touch, const void* beside, size_t beside_bytes,
-                  Visit visit) {
+void Table::batch(const uint64_t* keys, size_t n, Missing missing, bool touch, size_t row_bytes, const void* beside,
+                  size_t beside_bytes, Visit visit) {
   Scratch& s = scratch();
   const size_t most = std::min(n, kChunk);
   if (s.items.size() < most) {
@@ -285,7 +270,7 @@ void Table::batch(const uint64_t* keys, size_t n, Missing missing, bool touch, c
     {
       const Inside inside(gate_);
       Shifted<Visit> shifted{visit, done, s.floats.data(), beside, beside_bytes};
-      over = chunk(keys + done, count, missing, touch, s, shifted);
+      over = chunk(keys + done, count, missing, touch, row_bytes, s, shifted);
     }
     if (over) {
       const Alone alone(gate_);
@@ -302,7 +287,7 @@ void Table::pull(const uint64_t* keys, size_t n, float* out, bool create) {
   const bool plain16 = dim == 16 && spec_.layout.dtype == Dtype::fp32;
   // With admission, rows are born by pushes: else a pull and its push would count one sighting twice.
   const Missing missing = create && !admission ? Missing::create : Missing::skip;
-  batch(keys, n, missing, false, out, 4 * dim, [&](size_t i, const char* row, float*) {
+  batch(keys, n, missing, false, spec_.layout.state_at, out, 4 * dim, [&](size_t i, const char* row, float*) {
     if (row == nullptr) {
       initial_value(spec_, keys[i], out + i * dim);
     } else if (plain16) {
@@ -319,7 +304,7 @@ uint64_t Table::push(const uint64_t* keys, size_t n, const float* grads, const f
   clock_.fetch_add(1, std::memory_order_relaxed);
   const auto dim = static_cast<size_t>(spec_.layout.dim);
   uint64_t refused = 0;
-  batch(keys, n, Missing::admit, true, grads, 4 * dim, [&](size_t i, char* row, float* floats) {
+  batch(keys, n, Missing::admit, true, spec_.layout.stride, grads, 4 * dim, [&](size_t i, char* row, float* floats) {
     if (row == nullptr) return;
     if (!update_(spec_, lr, row, grads + i * dim, floats)) {
       ++refused;
@@ -340,7 +325,7 @@ void Table::gather(const uint64_t* keys, size_t n, float* values, float* state) 
   const auto width = static_cast<size_t>(spec_.layout.state);
   std::vector<char> newborn(spec_.layout.stride);
   clock_.fetch_add(1, std::memory_order_relaxed);
-  batch(keys, n, Missing::admit, true, values, 4 * dim, [&](size_t i, const char* row, float* floats) {
+  batch(keys, n, Missing::admit, true, spec_.layout.stride, values, 4 * dim, [&](size_t i, const char* row, float* floats) {
     if (row == nullptr) {
       give_birth(spec_, keys[i], newborn.data(), floats);
       row = newborn.data();
@@ -353,7 +338,8 @@ void Table::gather(const uint64_t* keys, size_t n, float* values, float* state) 
 void Table::scatter(const uint64_t* keys, size_t n, const float* values, const float* state, bool only_present) {
   const auto dim = static_cast<size_t>(spec_.layout.dim);
   const auto width = static_cast<size_t>(spec_.layout.state);
-  batch(keys, n, only_present ? Missing::skip : Missing::create, true, values, 4 * dim, [&](size_t i, char* row, float*) {
+  batch(keys, n, only_present ? Missing::skip : Missing::create, true, spec_.layout.stride, values, 4 * dim,
+        [&](size_t i, char* row, float*) {
     if (row == nullptr) return;
     write_value(spec_.layout, row, values + i * dim);
     if (state == nullptr) {
@@ -364,20 +350,27 @@ void Table::scatter(const uint64_t* keys, size_t n, const float* values, const f
   });
 }
 
+void Table::add(const uint64_t* keys, size_t n, const float* deltas, float lr) {
+  clock_.fetch_add(1, std::memory_order_relaxed);
+  const auto dim = static_cast<size_t>(spec_.layout.dim);
+  batch(keys, n, Missing::create, true, spec_.layout.stride, deltas, 4 * dim,
+        [&](size_t i, char* row, float* floats) { add_value(spec_, lr, row, deltas + i * dim, floats); });
+}
+
 void Table::restore(const uint64_t* keys, size_t n, const char* seen, const char* rows) {
   const size_t stride = spec_.layout.stride;
-  batch(keys, n, Missing::create, false, rows, stride,
+  batch(keys, n, Missing::create, false, stride, rows, stride,
         [&](size_t i, char* row, float*) { std::memcpy(row, rows + stride * i, stride); });
   for (size_t i = 0; i < n; ++i) {
     const uint64_t hash = mix(keys[i]);
     Stripe& stripe = stripe_of(hash);
     const std::lock_guard<std::mutex> lock(stripe.mutex);
-    if (Slot* const slot = find(stripe, keys[i], hash)) std::memcpy(&slot->seen, seen + 4 * i, 4);
+    if (Slot* const slot = stripe.index.find(keys[i], hash)) std::memcpy(&slot->seen, seen + 4 * i, 4);
   }
 }
 
 void Table::read_counters(const uint64_t* keys, size_t n, float* out) {
-  batch(keys, n, Missing::skip, false, nullptr, 0, [&](size_t i, const char* row, float*) {
+  batch(keys, n, Missing::skip, false, spec_.layout.stride, nullptr, 0, [&](size_t i, const char* row, float*) {
     if (row == nullptr || !spec_.layout.counters) {
       out[2 * i] = out[2 * i + 1] = 0.0f;
     } else {
@@ -387,7 +380,7 @@ void Table::read_counters(const uint64_t* keys, size_t n, float* out) {
 }
 
 void Table::contains(const uint64_t* keys, size_t n, uint8_t* out) {
-  batch(keys, n, Missing::skip, false, nullptr, 0, [&](size_t i, const char* row, float*) { out[i] = row != nullptr; });
+  batch(keys, n, Missing::skip, false, 0, nullptr, 0, [&](size_t i, const char* row, float*) { out[i] = row != nullptr; });
 }
 
 }  // namespace plsc

@@ -13,6 +13,7 @@
 
 #include "arena.h"
 #include "bits.h"
+#include "index.h"
 #include "rules.h"
 
 namespace plsc {
@@ -37,6 +38,7 @@ struct TableOptions {
 
 struct TableStats {
   uint64_t rows = 0, born = 0, evicted = 0, refused = 0, unadmitted = 0, clock = 0;
+  uint64_t contended = 0;  // times that a batch found a stripe locked by another thread
   uint64_t payload_bytes = 0, index_bytes = 0, arena_bytes = 0;
 };
 
@@ -84,23 +86,11 @@ class Alone {
   Gate& gate_;
 };
 
-struct Slot {
-  uint64_t key;
-  uint32_t row;   // row number + 1; 0: free
-  uint32_t seen;  // the table's clock when the row was born or last pushed to
-};
-static_assert(sizeof(Slot) == 16, "four slots a cache line");
-
-// A slot's home: hashes keep their order, so an index of any size can be regrown in one sweep.
-inline uint64_t home(uint64_t hash, uint64_t capacity) { return scale_to(hash, capacity); }
-
-// One lock's part of a table: open addressing with linear probing, rows in slabs that never move.
+// One lock's part of a table: an index, and rows in slabs that never move.
 struct alignas(64) Stripe {
+  Stripe(uint64_t lines, uint64_t salt) : index(lines, salt) {}
   std::mutex mutex;
-  Block slots_block;
-  Slot* slots = nullptr;
-  uint64_t capacity = 0;
-  uint64_t count = 0;
+  Index index;
   uint32_t rows = 0;               // row numbers given out so far
   std::vector<uint32_t> free_rows;  // of these, the ones given back
   std::vector<char*> slabs;
@@ -125,6 +115,8 @@ class Table {
   void gather(const uint64_t* keys, size_t n, float* values, float* state);
   // Sets rows, making those that are missing; state null: what a newborn has. only_present: missing keys are left out.
   void scatter(const uint64_t* keys, size_t n, const float* values, const float* state, bool only_present);
+  // Adds deltas [n, dim] to values, making rows that are missing; optimizer state stays, but for FTRL's z, which follows.
+  void add(const uint64_t* keys, size_t n, const float* deltas, float lr);
   // Show and click counts [n, 2]; zeros for missing keys.
   void read_counters(const uint64_t* keys, size_t n, float* out);
   void contains(const uint64_t* keys, size_t n, uint8_t* out);
@@ -163,20 +155,19 @@ class Table {
   template <class Visit>
   struct Shifted;
   template <class Visit>
-  void batch(const uint64_t* keys, size_t n, Missing missing, bool touch, const void* beside, size_t beside_bytes,
-             Visit visit);
+  void batch(const uint64_t* keys, size_t n, Missing missing, bool touch, size_t row_bytes, const void* beside,
+             size_t beside_bytes, Visit visit);
   template <class Visit>
-  bool chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, Scratch& s, Visit& visit);
+  bool chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, size_t row_bytes, Scratch& s, Visit& visit);
   // Whole rows as they were saved, `seen` [n] of four bytes each; both unaligned.
   void restore(const uint64_t* keys, size_t n, const char* seen, const char* rows);
-  Slot* find(Stripe& stripe, uint64_t key, uint64_t hash) const;
   Slot* insert(Stripe& stripe, uint64_t key, uint64_t hash, Scratch& s);
   bool admits(Stripe& stripe, uint64_t key, uint64_t hash);
-  void grow(Stripe& stripe);
-  void remove(Stripe& stripe, uint64_t position);
+  void remove(Stripe& stripe, const Slot& slot);
+  void reserve(uint64_t rows);
   uint64_t remove_where(Stripe& stripe, const std::function<bool(const Slot&, const char*)>& goes);
   uint64_t trim(Stripe& stripe);
-  bool over_quota(const Stripe& stripe) const { return quota_ > 0 && stripe.count > quota_; }
+  bool over_quota(const Stripe& stripe) const { return quota_ > 0 && stripe.index.count() > quota_; }
   char* row_at(const Stripe& stripe, uint32_t row) const {
     return stripe.slabs[row >> slab_shift_] + static_cast<size_t>(row & slab_mask_) * spec_.layout.stride;
   }
@@ -193,7 +184,7 @@ class Table {
   std::vector<std::unique_ptr<Stripe>> stripes_;
   Gate gate_;
   std::atomic<uint32_t> clock_{1};
-  std::atomic<uint64_t> rows_{0}, born_{0}, evicted_{0}, refused_{0}, unadmitted_{0};
+  std::atomic<uint64_t> rows_{0}, born_{0}, evicted_{0}, refused_{0}, unadmitted_{0}, contended_{0};
 };
 
 }  // namespace plsc

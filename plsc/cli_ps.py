@@ -1,0 +1,135 @@
+"""The commands plsc-ps serve, launch, stat, save and reshard: a parameter server's processes, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+COMMANDS = ("serve", "launch", "stat", "save", "reshard")
+EPILOG = "Tokens are read from PLSC_PS_TOKEN, not from the command line, where other users of the machine see them."
+
+
+def run(argv: Sequence[str]) -> int:
+    """plsc-ps COMMAND ...; a ValueError says what the user got wrong."""
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as end:
+        return int(end.code or 0)
+    handlers = {"serve": _serve, "launch": _launch, "stat": _stat, "save": _save, "reshard": _reshard}
+    return handlers[args.command](args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="plsc-ps", epilog=EPILOG)
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="serve the tables that a TOML file describes", epilog=EPILOG)
+    serve.add_argument("settings", metavar="tables.toml")
+    for flag, kind in (("host", str), ("port", int), ("index", int), ("count", int), ("folder", str), ("run", str)):
+        serve.add_argument(f"--{flag}", type=kind, help=f"instead of [server] {flag}")
+    serve.add_argument("--metrics-port", type=int, help="instead of [server] metrics_port")
+    launch = commands.add_parser("launch", help="servers and workers on this machine: launch ... -- script.py")
+    launch.add_argument("--tables", default="tables.toml", metavar="tables.toml")
+    launch.add_argument("--servers", type=int, default=1)
+    launch.add_argument("--workers", type=int, default=1)
+    launch.add_argument("--folder", help="a folder for the servers' saves and logs")
+    launch.add_argument("--restarts", type=int, default=3, help="times that a process which dies is started again")
+    launch.add_argument("script", nargs=argparse.REMAINDER, help="script.py and its arguments, after --")
+    for name, words in (("stat", "a live view of servers"), ("save", "have all servers save under one name")):
+        ask = commands.add_parser(name, help=words, epilog=EPILOG)
+        ask.add_argument("servers", metavar="HOST:PORT,...")
+        ask.add_argument("--tls", help="file of the authority that signed the servers' certificates")
+        ask.add_argument("--certificate", nargs=2, metavar=("CERT", "KEY"), help="this client's own")
+        if name == "stat":
+            ask.add_argument("--every", type=float, default=1.0, help="seconds")
+            ask.add_argument("--once", action="store_true")
+        else:
+            ask.add_argument("name")
+    reshard = commands.add_parser("reshard", help="saves of some servers as folders of another number of servers")
+    reshard.add_argument("--saves", nargs="+", required=True, help="a save of each old server: FOLDER/auto-0000000007")
+    reshard.add_argument("--folders", nargs="+", required=True, help="a new folder for each new server")
+    return parser
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from plsc.ps.server import Server
+    from plsc.ps.settings import read_settings
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    flags = ("host", "port", "index", "count", "folder", "run", "metrics_port")
+    tables, options = read_settings(args.settings, {name: getattr(args, name) for name in flags})
+    server = Server(tables, **options)
+    stopping: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        stopping.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)
+    print(f"serving {', '.join(tables)} on {server.address}, server {server.index} of {server.count}", flush=True)
+    while not stopping:
+        server.closing.wait(0.5)
+    print("stopping", flush=True)
+    server.close(save=server.state is not None)
+    # Workers' streams are still open, and Flight's threads would wait for them for ever.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from plsc.ps.launch import launch
+
+    script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    if not script:
+        raise ValueError("got no script, expected plsc-ps launch ... -- script.py [arguments]")
+    command = [sys.executable, *script] if script[0].endswith(".py") else script
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    return launch(
+        args.tables,
+        command,
+        servers=args.servers,
+        workers=args.workers,
+        folder=args.folder,
+        restarts=args.restarts,
+        say=say,
+    )
+
+
+def _stat(args: argparse.Namespace) -> int:
+    from plsc.ps.ask import ask, table_of
+
+    before: dict[str, Any] = {}
+    while True:
+        answers = ask(args.servers, "stat", tls=args.tls, certificate=args.certificate)
+        lines, before = table_of(answers, before, time.monotonic())
+        if sys.stdout.isatty() and not args.once:
+            print("\033[2J\033[H", end="")
+        print("\n".join(lines), flush=True)
+        if args.once:
+            return 0
+        time.sleep(args.every)
+
+
+def _save(args: argparse.Namespace) -> int:
+    from plsc.ps.ask import ask
+
+    body = {"name": args.name}
+    for address, answer in ask(args.servers, "save", body, tls=args.tls, certificate=args.certificate).items():
+        print(f"{address}: {answer['rows']} rows in {answer['path']}")
+    return 0
+
+
+def _reshard(args: argparse.Namespace) -> int:
+    from plsc.ps.reshard import reshard
+
+    rows = reshard(args.saves, args.folders)
+    print(f"{rows} rows from {len(args.saves)} to {len(args.folders)} servers")
+    return 0

@@ -1,0 +1,143 @@
+"""Geo-SGD: a worker trains a copy of the rows it has seen and exchanges differences with the shared store."""
+
+import threading
+
+import numpy as np
+
+from plsc.ps.arrays import Array, as_floats, as_keys, empty_like_kind
+from plsc.ps.modes import Communicator, Push
+from plsc.ps.rules import PythonRule, Rule
+from plsc.ps.store import SharedStore
+from plsc.ps.table import Table
+
+REFRESHED = 65_536  # rows pulled at a time where a worker has fallen behind
+
+
+class Geo(Communicator):
+    """A local copy, stepped by `rule`; every `every` pushes what it moved by goes to the store, which adds it.
+
+    store    a seat at a Host, or a table on servers
+    every    pushes between two exchanges, or "auto": one after the other, as fast as the link allows
+    rule     what steps the copy (default: the store's own rule); its state stays here. lr: default the store's
+    weight   what a difference counts for; default 1 / workers
+    workers  default: how many are connected at each exchange
+    overlap  False: the push that completes `every` waits for the exchange. True: it goes on meanwhile
+
+    `local` is the copy. Code that trains it directly tells which rows moved: `touch(keys)`.
+    """
+
+    store: SharedStore
+
+    def __init__(
+        self,
+        store: SharedStore,
+        *,
+        every: int | str = 100,
+        rule: str | Rule | PythonRule | None = None,
+        lr: float | None = None,
+        weight: float | None = None,
+        workers: int | None = None,
+        overlap: bool = False,
+        locked: bool = True,
+        stripes: int = 64,
+    ) -> None:
+        if every == "auto":
+            super().__init__(store, merge=1 << 30, linger=0.0, queue=64)
+            self._queue_size = 64
+        elif isinstance(every, int) and every >= 1:
+            super().__init__(store, merge=every, linger=None, queue=2 * every, barrier=None if overlap else every)
+        else:
+            raise ValueError(f"every: got {every!r}, expected a number of pushes, or 'auto'")
+        if weight is not None and not 0 < weight <= 1:
+            raise ValueError(f"weight: got {weight}, expected more than 0, at most 1")
+        if workers is not None and workers < 1:
+            raise ValueError(f"workers: got {workers}, expected 1 or more")
+        self.workers = workers
+        self.weight = weight
+        chosen = store.rule if rule is None else rule
+        rate = store.lr if lr is None else lr
+        birth = {**store.birth(), "dtype": "fp32"}
+        self.local = Table(**birth, rule=chosen, lr=rate, locked=locked, stripes=stripes)
+        # What the store holds, as far as this worker knows.
+        self._base = Table(**birth, rule="sgd", lr=rate, locked=locked, stripes=stripes)
+        self._fetching = threading.Lock()
+
+    @property
+    def rule(self) -> Rule | PythonRule:
+        return self.local.rule
+
+    @property
+    def lr(self) -> float:
+        return self.local.lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self.local.lr = lr
+
+    def pull(self, keys: Array, *, create: bool = True, out: Array | None = None) -> Array:
+        """Rows of the copy; those it has not are fetched, and kept unless create is False."""
+        self._raise()
+        array = as_keys(keys)
+        if create:
+            self.fetch(array)
+            return self.local.pull(keys, out=out)
+        if out is None:
+            out, _ = empty_like_kind(keys, (len(array), self.dim))
+        rows = self.local.pull(array, create=False)
+        missing = ~self.local.contains(array)
+        if missing.any():
+            rows[missing] = self.store.pull(array[missing], create=False)
+        (out if isinstance(out, np.ndarray) else out.numpy())[:] = rows
+        return out
+
+    def fetch(self, keys: np.ndarray) -> None:
+        """Has rows of these keys in the copy."""
+        if self._base.contains(keys).all():
+            return
+        with self._fetching:
+            missing = np.unique(keys[~self._base.contains(keys)])
+            if len(missing):
+                rows = self.store.pull(missing)
+                self.local.assign(missing, rows)
+                self._base.assign(missing, rows)  # last: a row that is here is in the copy
+
+    def push(self, keys: Array, grads: Array, *, shows: Array | None = None, clicks: Array | None = None) -> int:
+        if shows is not None or clicks is not None:
+            raise ValueError("shows and clicks go with the other modes, got them with Geo: the rows are stepped here")
+        array = as_keys(keys)
+        floats = as_floats(grads, (len(array), self.dim), "grads")
+        self._raise()
+        self.fetch(array)
+        refused = self.local.push(array, floats)
+        self.refused += refused
+        self.touch(array)
+        return refused
+
+    def touch(self, keys: Array) -> None:
+        """Counts as a push: the copy's rows of these keys have been trained, by whatever means."""
+        self._enqueue(Push(np.unique(as_keys(keys))))
+
+    def _deliver(self, pushes: list[Push]) -> None:
+        """One exchange: what the copy has moved by since the last one, for what others have moved."""
+        keys = np.unique(np.concatenate([push.keys for push in pushes]))
+        weight = self.weight
+        if weight is None:
+            weight = 1.0 / (self.workers or max(1, self.store.num_workers))
+        moved = self.local.pull(keys, create=False) - self._base.pull(keys, create=False)
+        changes = self.store.exchange(keys, moved * np.float32(weight))
+        self._base.add(keys, changes.deltas)
+        if changes.behind:
+            self._refresh()
+        else:
+            held = self._base.contains(changes.keys)
+            self._take_over(changes.keys[held], changes.rows[held])
+
+    def _take_over(self, keys: np.ndarray, rows: np.ndarray) -> None:
+        self.local.add(keys, rows - self._base.pull(keys, create=False))
+        self._base.assign(keys, rows)
+
+    def _refresh(self) -> None:
+        for keys, _ in list(self._base.items()):
+            for start in range(0, len(keys), REFRESHED):
+                some = keys[start : start + REFRESHED]
+                self._take_over(some, self.store.pull(some, create=False))

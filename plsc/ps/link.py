@@ -1,0 +1,299 @@
+"""A worker's connection to one server: requests in order, answers to whoever waits, a lost connection made anew."""
+
+import itertools
+import json
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from plsc.ps import wire as w
+from plsc.ps.store import WorkerMissing
+
+logger = logging.getLogger(__name__)
+
+MOST_TRIES = 50  # of one request, each ended by a lost connection
+LONGEST_PAUSE = 2.0  # seconds between two attempts to reach a server
+
+
+class ServerLost(ConnectionError):
+    """A server could not be reached for as long as the store's patience lasts."""
+
+
+class Refused(ValueError):
+    """The server does not take this worker or this request; trying again would not help."""
+
+
+@dataclass
+class Call:
+    """One request and its answer; kept until answered, so that it can be sent again."""
+
+    request: w.Request
+    batch: Any
+    out: np.ndarray | None = None  # values of the answer go here, flat
+    filled: int = 0
+    keys: np.ndarray | None = None  # of the answer
+    values: np.ndarray | None = None
+    reply: w.Reply | None = None
+    tries: int = 0
+    sent: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Access:
+    """What it takes to be let in."""
+
+    table: str
+    run: str
+    client: str
+    rank: int
+    wire: str
+    options: dict[str, Any]
+    headers: list[tuple[bytes, bytes]]
+    tls: bool
+    timeout: float
+    patience: float
+
+
+class Link:
+    """The connection to one server. Any thread may send; whoever waits first reads for all that wait."""
+
+    def __init__(self, address: str, access: Access) -> None:
+        self.address = address
+        self.hello: dict[str, Any] = {}
+        self.workers = 1
+        self.reconnects = 0
+        self._access = access
+        self._layout = w.LAYOUTS[access.wire]
+        self._write = threading.RLock()
+        self._state = threading.Condition()
+        self._calls: dict[int, Call] = {}
+        self._ids = itertools.count(1)
+        self._sequence = itertools.count(1)
+        self._reading = False
+        self._generation = 0
+        self._stream: tuple[Any, Any, Any] | None = None  # client, writer, reader
+        self._open()
+
+    # ---- requests
+
+    def send(self, request: w.Request, batch: Any, out: np.ndarray | None = None) -> Call:
+        call = Call(request, batch, out)
+        with self._write:
+            request.id = next(self._ids)
+            if request.kind in w.WRITES:
+                request.sequence = next(self._sequence)
+            with self._state:
+                self._calls[request.id] = call
+            generation = self._generation
+            try:
+                self._emit(call)
+            except BROKEN as error:
+                self._recover(generation, error)
+        return call
+
+    def wait(self, call: Call) -> Call:
+        """The answered call; raises what the server answered instead."""
+        while call.reply is None:
+            with self._state:
+                if call.reply is not None:
+                    break
+                if self._reading:
+                    self._state.wait()
+                    continue
+                self._reading = True
+                generation = self._generation
+            try:
+                self._read()
+            except BROKEN as error:
+                self._recover(generation, error)
+            finally:
+                with self._state:
+                    self._reading = False
+                    self._state.notify_all()
+        status, text = call.reply.status, call.reply.text
+        if status == w.MISSING:
+            raise WorkerMissing(text)
+        if status != w.OK:
+            raise (Refused if status == w.REFUSED else RuntimeError)(f"server {self.address}: {text}")
+        return call
+
+    def act(self, name: str, body: dict[str, Any] | None = None, *, timeout: float) -> dict[str, Any]:
+        """One question outside the stream, such as save or stat."""
+        access = self._access
+        return question(
+            self.address, name, body, tls=access.tls, options=access.options, headers=access.headers, timeout=timeout
+        )
+
+    def close(self) -> None:
+        with self._write:
+            self._drop()
+
+    def check_time(self) -> None:
+        """Cuts a connection whose server has not answered in time; who waits then makes it anew and asks again."""
+        now = time.monotonic()
+        with self._state:
+            late = any(now - call.sent > self._access.timeout + call.request.value for call in self._calls.values())
+            stream = self._stream
+        if late and stream is not None:
+            logger.warning("server %s has not answered for %g s; connecting anew", self.address, self._access.timeout)
+            stream[2].cancel()
+
+    # ---- the stream
+
+    def _connect(self) -> Any:
+        scheme = "grpc+tls" if self._access.tls else "grpc"
+        return w.flight.FlightClient(f"{scheme}://{self.address}", **self._access.options)
+
+    def _open(self) -> None:
+        access = self._access
+        client = self._connect()
+        try:
+            asked = {
+                "protocol": w.PROTOCOL,
+                "table": access.table,
+                "run": access.run,
+                "client": access.client,
+                "rank": access.rank,
+                "wire": access.wire,
+            }
+            descriptor = w.flight.FlightDescriptor.for_command(json.dumps(asked).encode())
+            options = w.flight.FlightCallOptions(headers=access.headers)
+            writer, reader = client.do_exchange(descriptor, options)
+            writer.begin(self._layout.schema)
+            first = reader.read_chunk()
+            hello = json.loads(first.app_metadata.to_pybytes())
+        except (w.flight.FlightUnauthenticatedError, w.flight.FlightUnauthorizedError) as error:
+            client.close()
+            raise Refused(f"server {self.address}: {sentence(error)}") from None
+        except BaseException:
+            client.close()
+            raise
+        if "error" in hello:
+            client.close()
+            raise Refused(f"server {self.address}: {hello['error']}")
+        self.hello, self.workers = hello, hello["workers"]
+        with self._state:
+            self._stream = (client, writer, reader)
+
+    def _drop(self) -> None:
+        with self._state:
+            stream, self._stream = self._stream, None
+        if stream is None:
+            return
+        client, writer, reader = stream
+        try:
+            writer.done_writing()
+            reader.cancel()
+            writer.close()
+        except BROKEN:
+            pass
+        client.close()
+
+    def _emit(self, call: Call) -> None:
+        if self._stream is None:
+            raise ConnectionError("not connected")
+        call.sent = time.monotonic()
+        call.filled = 0
+        call.tries += 1
+        self._stream[1].write_with_metadata(call.batch, call.request.pack())
+
+    def _read(self) -> None:
+        stream = self._stream
+        if stream is None:
+            raise ConnectionError("not connected")
+        chunk = stream[2].read_chunk()
+        reply = w.Reply.unpack(chunk.app_metadata)
+        with self._state:
+            call = self._calls.get(reply.id)
+        if call is None:
+            return
+        if chunk.data is not None:
+            keys, values, _ = self._layout.unpack(chunk.data)
+            if call.out is None:
+                call.keys, call.values = keys, values
+            elif call.filled + len(values) > len(call.out):
+                raise w.Malformed(f"server {self.address} answered more rows than were asked for")
+            else:
+                call.out[call.filled : call.filled + len(values)] = values
+                call.filled += len(values)
+        if not reply.flags & w.MORE:
+            with self._state:
+                del self._calls[reply.id]
+                self.workers = max(1, reply.workers)
+                call.reply = reply
+
+    def _recover(self, generation: int, error: BaseException) -> None:
+        """A new connection, and on it every call without an answer, in order. What was applied is not applied again."""
+        with self._write:
+            if generation != self._generation:
+                return
+            self._drop()
+            began, pause = time.monotonic(), 0.02
+            logger.warning("server %s: connection lost (%s); waiting for it", self.address, sentence(error))
+            while True:
+                try:
+                    self._open()
+                    for call in sorted(self._calls.values(), key=lambda each: each.request.id):
+                        if call.tries > MOST_TRIES:
+                            raise ServerLost(
+                                f"server {self.address} ended the connection {call.tries} times over one "
+                                f"{w.KINDS[call.request.kind]}; its log says why"
+                            )
+                        self._emit(call)
+                    break
+                except ServerLost:
+                    self._drop()
+                    raise
+                except BROKEN as again:
+                    self._drop()
+                    if time.monotonic() - began > self._access.patience:
+                        raise ServerLost(
+                            f"server {self.address} was not reached for {self._access.patience:g} s "
+                            f"({sentence(again)}); start it again from its folder, or give a longer patience"
+                        ) from None
+                    time.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+            with self._state:
+                self._generation += 1
+                self.reconnects += 1
+            logger.warning("server %s: connected again after %.1f s", self.address, time.monotonic() - began)
+
+
+BROKEN = (w.flight.FlightError, w.pa.ArrowException, OSError, StopIteration, w.Malformed)
+
+
+def sentence(error: BaseException) -> str:
+    """Without gRPC's debug context."""
+    if isinstance(error, StopIteration):
+        return "the server ended the stream"
+    text = str(error).split(". gRPC client debug context")[0].split(". Detail:")[0]
+    return text.split("with message: ")[-1] or type(error).__name__
+
+
+def question(
+    address: str,
+    name: str,
+    body: dict[str, Any] | None,
+    *,
+    tls: bool,
+    options: dict[str, Any],
+    headers: list[tuple[bytes, bytes]],
+    timeout: float,
+) -> dict[str, Any]:
+    """A server's answer to health, stat or save, on a connection of its own."""
+    with w.flight.FlightClient(f"grpc{'+tls' if tls else ''}://{address}", **options) as client:
+        call = w.flight.FlightCallOptions(timeout=timeout, headers=headers)
+        try:
+            (answer,) = client.do_action(w.flight.Action(name, json.dumps(body or {}).encode()), call)
+        except w.flight.FlightUnauthenticatedError as error:
+            raise Refused(f"server {address}: {sentence(error)}") from None
+        except BROKEN as error:
+            raise ServerLost(f"server {address} was not reached: {sentence(error)}") from None
+        found: dict[str, Any] = json.loads(answer.body.to_pybytes())
+        if "error" in found:
+            raise Refused(f"server {address}: {found['error']}")
+        return found

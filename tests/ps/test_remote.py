@@ -1,0 +1,334 @@
+"""Tables on servers, each a thread of this process: they answer as one table would, whatever happens to the wire."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from plsc.ps import Adagrad, SparseEmbedding, Table
+from plsc.ps.geo import Geo
+from plsc.ps.modes import Async, Communicator, Direct, HalfAsync, Sync
+from plsc.ps.remote import RemoteStore, connect
+from plsc.ps.server import Server
+from plsc.ps.store import WorkerMissing
+
+DIM = 4
+KEYS = np.random.default_rng(0).integers(0, 2**64 - 1, 500, np.uint64)
+
+
+def table(rule: object = "sgd", **options: object) -> Table:
+    return Table(DIM, rule=rule, lr=0.5, locked=True, init_scale=0.3, **options)
+
+
+class Cluster:
+    """Servers of one table and the stores connected to them."""
+
+    def __init__(self, count: int = 2, make: Callable[[], Table] = table, **options: object) -> None:
+        self.servers = [Server({"clicks": make()}, index=i, count=count, **options) for i in range(count)]
+        self._open = ExitStack()
+
+    @property
+    def addresses(self) -> str:
+        return ",".join(server.address for server in self.servers)
+
+    def connect(self, **options: object) -> RemoteStore:
+        return self._open.enter_context(connect(self.addresses, table="clicks", **options))
+
+    def close(self) -> None:
+        self._open.close()
+        for server in self.servers:
+            server.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[..., Cluster]]:
+    with ExitStack() as stack:
+
+        def make(*args: object, **options: object) -> Cluster:
+            made = Cluster(*args, **options)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def batches(count: int, seed: int, size: int = 60) -> list[tuple[np.ndarray, np.ndarray]]:
+    random = np.random.default_rng(seed)
+    return [(random.choice(KEYS, size), random.standard_normal((size, DIM)).astype(np.float32)) for _ in range(count)]
+
+
+def moved(pushes: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """What SGD at rate 0.5 has added to the rows of KEYS in all, in float64."""
+    places = {key: i for i, key in enumerate(KEYS.tolist())}
+    sums = np.zeros((len(KEYS), DIM))
+    for keys, grads in pushes:
+        np.add.at(sums, [places[key] for key in keys.tolist()], grads.astype(np.float64))
+    return -0.5 * sums
+
+
+def together(work: Callable[[int], None], count: int) -> None:
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_servers_answer_as_one_table(cluster: Callable[..., Cluster], count: int, rule: str) -> None:
+    here, there = table(rule), cluster(count, lambda: table(rule)).connect()
+    for keys, grads in batches(20, 1):
+        np.testing.assert_array_equal(there.pull(keys), here.pull(keys))
+        assert there.push(keys, grads) == here.push(keys, grads) == 0
+    np.testing.assert_array_equal(there.pull(KEYS), here.pull(KEYS))
+    assert there.rule == here.rule and there.lr == here.lr and there.dim == DIM
+    assert there.pull(KEYS[:0]).shape == (0, DIM) and there.push(KEYS[:0], np.zeros((0, DIM), np.float32)) == 0
+
+
+def test_batches_of_many_messages(cluster: Callable[..., Cluster]) -> None:
+    keys = np.arange(100_000, dtype=np.uint64)
+    grads = np.random.default_rng(2).standard_normal((len(keys), DIM)).astype(np.float32)
+    here, there = table(), cluster(2).connect()
+    there.push(keys, grads)
+    here.push(keys, grads)
+    out = np.empty((len(keys), DIM), np.float32)
+    assert there.pull(keys, out=out) is out
+    np.testing.assert_array_equal(out, here.pull(keys))
+
+
+def test_kinds_counters_refusals_and_rates_travel(cluster: Callable[..., Cluster]) -> None:
+    made = cluster(2, lambda: table("adagrad", counters=True))
+    there, other = made.connect(), made.connect()
+    ids = torch.arange(6)
+    rows = there.pull(ids, create=False)
+    assert isinstance(rows, torch.Tensor) and sum(len(s.hosts["clicks"].table) for s in made.servers) == 0
+    grads = torch.ones(6, DIM)
+    grads[2, 1] = float("nan")
+    assert there.push(ids, grads, shows=torch.arange(6.0), clicks=torch.ones(6)) == 1
+    counts = [s.hosts["clicks"].table.counters(ids.numpy()) for s in made.servers]
+    np.testing.assert_array_equal(sum(counts), [[0, 1], [1, 1], [0, 0], [3, 1], [4, 1], [5, 1]])
+    other.lr = 0.125
+    assert [s.hosts["clicks"].table.lr for s in made.servers] == [0.125, 0.125]
+    assert there.keeps_counters and there.rule == Adagrad()
+
+
+def test_half_floats_on_the_wire(cluster: Callable[..., Cluster]) -> None:
+    here, made = table(), cluster(2)
+    there = made.connect(wire="fp16")
+    keys, grads = batches(1, 3)[0]
+    np.testing.assert_array_equal(there.pull(keys), here.pull(keys).astype(np.float16))
+    there.push(keys, grads)
+    here.push(keys, grads.astype(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(made.connect().pull(KEYS), here.pull(KEYS))
+    with pytest.raises(ValueError, match="65504"):
+        there.push(keys, np.full_like(grads, 1e6))
+    assert there.push(KEYS[:1], np.full((1, DIM), np.inf, np.float32)) == 1  # the table's business, not the wire's
+
+
+def test_geo_with_half_floats_remembers_what_it_could_not_send(cluster: Callable[..., Cluster]) -> None:
+    """What rounding took from one difference is in the next: the error does not grow with the number of exchanges."""
+    made = cluster(1)
+    before = made.connect().pull(KEYS[:1])
+    geo = Geo(made.connect(wire="fp16"), every=1, weight=1.0)
+    for _ in range(200):
+        geo.push(KEYS[:1], np.full((1, DIM), 0.0123, np.float32))
+    geo.close()
+    np.testing.assert_allclose(made.connect().pull(KEYS[:1]) - before, -0.5 * 0.0123 * 200, atol=1e-4)
+
+
+def test_an_embedding_trains_on_servers_as_on_a_table(cluster: Callable[..., Cluster]) -> None:
+    here, there = table("adagrad"), cluster(2, lambda: table("adagrad")).connect()
+    layers = [SparseEmbedding(here), SparseEmbedding(there)]
+    for step in range(5):
+        ids = torch.randint(0, 50, (8, 3), generator=torch.Generator().manual_seed(step))
+        outs = [layer(ids) for layer in layers]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.square().sum().backward()
+    layers[1].eval()
+    assert torch.equal(layers[1](torch.arange(60).view(20, 3)), layers[0].eval()(torch.arange(60).view(20, 3)))
+    assert "dim=4" in repr(layers[1]) and layers[1].state_dict()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_sync_over_servers_equals_one_worker_with_all_batches(cluster: Callable[..., Cluster], workers: int) -> None:
+    rounds, made = 8, cluster(2)
+    mine = [batches(rounds, 10 + rank) for rank in range(workers)]
+
+    def work(rank: int) -> None:
+        sync = Sync(made.connect(rank=rank), workers=workers, deadline=60)
+        for keys, grads in mine[rank]:
+            sync.push(keys, grads + 0.1 * sync.pull(keys))
+        sync.close()
+
+    together(work, workers)
+    alone = table()
+    for number in range(rounds):
+        parts = [mine[rank][number] for rank in range(workers)]
+        grads = [(grads + 0.1 * alone.pull(keys)) / workers for keys, grads in parts]
+        alone.push(np.concatenate([keys for keys, _ in parts]), np.concatenate(grads))
+    np.testing.assert_allclose(made.connect().pull(KEYS), alone.pull(KEYS), atol=1e-6)
+
+
+def test_a_missing_worker_is_named_over_the_wire(cluster: Callable[..., Cluster]) -> None:
+    sync = Sync(cluster(2).connect(rank=0), workers=2, deadline=0.2)
+    sync.push(*batches(1, 20)[0])
+    with pytest.raises(WorkerMissing, match=r"round 0 of table 'clicks': worker 1 has not come within 0\.2 s"):
+        sync.pull(KEYS)
+    assert sync.store.pull(KEYS).shape == (len(KEYS), DIM)  # the connection is as good as before
+
+
+MODES: dict[str, Callable[[RemoteStore], Communicator]] = {
+    "direct": Direct,
+    "async": lambda store: Async(store, merge=5),
+    "half": lambda store: HalfAsync(store, every=3),
+    "geo": lambda store: Geo(store, every=4, weight=1.0, overlap=True),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_lost_or_doubled_while_connections_break(cluster: Callable[..., Cluster], mode: str) -> None:
+    """Four workers; somebody cuts their streams again and again, before and after answers."""
+    logging.getLogger("plsc.ps.link").setLevel(logging.ERROR)
+    made = cluster(2)
+    before = made.connect().pull(KEYS)
+    stores = [made.connect(rank=rank) for rank in range(4)]
+    mine = [batches(60, 100 + rank, 20) for rank in range(4)]
+    done = threading.Event()
+
+    def work(rank: int) -> None:
+        with MODES[mode](stores[rank]) as store:
+            for keys, grads in mine[rank]:
+                store.pull(keys)
+                store.push(keys, grads)
+
+    def cut() -> None:
+        random = np.random.default_rng(5)
+        while not done.wait(random.uniform(0, 0.02)):
+            link = stores[random.integers(4)]._links[random.integers(2)]
+            if (stream := link._stream) is not None:
+                stream[2].cancel()
+
+    saboteur = threading.Thread(target=cut)
+    saboteur.start()
+    try:
+        together(work, 4)
+    finally:
+        done.set()
+        saboteur.join()
+    assert sum(link.reconnects for store in stores for link in store._links) > 5
+    np.testing.assert_allclose(made.connect().pull(KEYS) - before, sum(moved(each) for each in mine), atol=1e-4)
+
+
+def test_a_retried_push_is_applied_once(cluster: Callable[..., Cluster]) -> None:
+    """The server applies a push, its answer is lost, the worker sends it again."""
+    made = cluster(1)
+    there = made.connect()
+    before = there.pull(KEYS)
+    host = made.servers[0].hosts["clicks"]
+    apply, link = host.table.push, there._links[0]
+
+    def push_and_lose_the_answer(*args: object, **options: object) -> int:
+        refused = apply(*args, **options)
+        link._stream[2].cancel()
+        time.sleep(0.05)
+        return refused
+
+    host.table.push = push_and_lose_the_answer
+    pushes = batches(3, 30)
+    for keys, grads in pushes:
+        there.push(keys, grads)
+    assert host.duplicates >= 1 and host.writes == 3
+    np.testing.assert_allclose(there.pull(KEYS) - before, moved(pushes), atol=1e-5)
+
+
+def test_a_server_that_does_not_answer_is_asked_again(cluster: Callable[..., Cluster]) -> None:
+    made = cluster(1)
+    there = made.connect(timeout=0.3)
+    host, silent = made.servers[0].hosts["clicks"], threading.Event()
+    pull, calls = host.table.pull, []
+
+    def slow_once(*args: object, **options: object) -> object:
+        calls.append(0)
+        if len(calls) == 1:
+            silent.wait(30)
+        return pull(*args, **options)
+
+    host.table.pull = slow_once
+    rows = there.pull(KEYS)
+    silent.set()
+    np.testing.assert_array_equal(rows, pull(KEYS))
+    assert len(calls) >= 2
+
+
+@pytest.mark.parametrize("durability", ["log", "save"])
+def test_a_server_comes_back_from_its_folder(tmp_path: Path, durability: str) -> None:
+    """Workers wait meanwhile. With a log everything acknowledged is there; without, what the last save held."""
+    options: dict[str, object] = {"folder": tmp_path / "s", "durability": durability}
+    server = Server({"clicks": table("adagrad")}, **options)
+    with connect(server.address, table="clicks") as there:
+        pushes = batches(6, 40)
+        for keys, grads in pushes[:3]:
+            there.push(keys, grads)
+        there.lr = 0.25
+        server.state.save()
+        for keys, grads in pushes[3:]:
+            there.push(keys, grads)
+        expected = there.pull(KEYS)
+        server.close()
+        again = Server({"clicks": table("adagrad")}, port=server.port, **options)
+        try:
+            kept = pushes if durability == "log" else pushes[:3]
+            alone = table("adagrad")
+            for number, (keys, grads) in enumerate(kept):
+                alone.lr = 0.5 if number < 3 else 0.25
+                alone.push(keys, grads)
+            rows = there.pull(KEYS, create=False)
+            np.testing.assert_array_equal(rows, alone.pull(KEYS))
+            if durability == "log":
+                np.testing.assert_array_equal(rows, expected)
+            assert again.hosts["clicks"].table.lr == 0.25
+        finally:
+            again.close()
+
+
+def test_open_rounds_outlive_a_server(tmp_path: Path) -> None:
+    """One of two workers has come to the round; the save, the log and the new server know."""
+    options: dict[str, object] = {"folder": tmp_path / "s", "durability": "log"}
+    server = Server({"clicks": table()}, **options)
+    (first, parts), (_, more) = batches(2, 50)
+    with (
+        connect(server.address, table="clicks", rank=0) as zero,
+        connect(server.address, table="clicks", rank=1) as one,
+    ):
+        before = zero.pull(KEYS)
+        sync = [Sync(store, workers=2, deadline=30) for store in (zero, one)]
+        sync[0].push(first, parts)
+        server.state.save()
+        server.close()
+        server = Server({"clicks": table()}, port=server.port, **options)
+        sync[1].push(first, more)
+        after = sync[0].pull(KEYS)
+        np.testing.assert_allclose(after - before, (moved([(first, parts)]) + moved([(first, more)])) / 2, atol=1e-5)
+        server.close()
+        server = Server({"clicks": table()}, port=server.port, **options)
+        np.testing.assert_array_equal(sync[1].pull(KEYS), after)
+        server.close()

@@ -4,11 +4,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # `plsc` itself is installed in place, so only a change of these calls for another install.
-INPUTS := setup.py pyproject.toml constraints.txt $(wildcard plsc/ps/core/*)
+INPUTS := setup.py pyproject.toml constraints.txt $(wildcard plsc/*/core/*)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-all lint wheel clean
+.PHONY: help install demo test test-all lint wheel cubin clean
 
 help:
 	@echo 'make demo      train, evaluate and export a small model on two ranks (minutes on two cores)'
@@ -16,6 +16,7 @@ help:
 	@echo 'make test-all  every test'
 	@echo 'make lint      ruff, mypy and the import contract'
 	@echo 'make wheel     the wheel, into dist/'
+	@echo 'make cubin     the CUDA kernels for four GPUs, with nvcc: registers and spills, nothing is kept'
 	@echo 'make clean     removes the .venv, builds and caches; keeps your runs'
 
 .venv/bin/python:
@@ -58,6 +59,10 @@ wheel: .venv/installed-dev
 	rm -rf build
 	$(PIP) wheel --no-deps --no-build-isolation -w dist .
 	rm -rf build
+
+# Needs nvcc 13, no GPU and no Python package.
+cubin:
+	@$(PYTHON) tools/cubin.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

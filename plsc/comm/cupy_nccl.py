@@ -1,0 +1,393 @@
+"""NCCL between GPUs through CuPy: the verbs on torch's CUDA tensors, while rendezvous and objects travel over gloo.
+
+Verbs run on one stream of their own, in the order they are issued: communicators split from one another never run at
+the same time, so that ranks that issue the same verbs in the same order cannot deadlock. Another library's NCCL
+communicators (those of DistributedDataParallel over "nccl") know nothing of that order: let ours average the gradients,
+or let none be in flight when the other's verbs are issued.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch  # before CuPy, always: the other way round CuPy's libraries break torch's
+import torch.distributed as dist
+from torch import Tensor
+
+from plsc.comm.communicator import Call, CommError, Communicator, Work, reduce_parts
+from plsc.comm.heartbeat import Heartbeat
+from plsc.comm.torch_distributed import GlooCommunicator, NcclCommunicator, TorchCommunicator
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+POLL = 0.2  # seconds between two looks of the watchdog
+
+
+def load_nccl() -> Any:
+    """CuPy's NCCL module, or a ValueError that says what is missing or does not fit."""
+    if not torch.cuda.is_available():
+        raise ValueError("backend 'cupy_nccl': found no GPU; use connect('gloo')")
+    try:
+        from cupy.cuda import nccl
+    except ImportError as error:
+        raise ValueError(
+            f"backend 'cupy_nccl' needs CuPy ({error}); pip install cupy-cuda13x (or -cuda12x), or use connect('nccl')"
+        ) from error
+    if not nccl.available:
+        raise ValueError("backend 'cupy_nccl': CuPy finds no libnccl.so.2; pip install nvidia-nccl-cu13 (or -cu12)")
+    check_version(nccl.get_version(), torch.cuda.nccl.version())
+    return nccl
+
+
+def check_version(cupys: int, torchs: Sequence[int]) -> None:
+    """CuPy and torch must have loaded one libnccl: two in a process have broken each other. cupys: as 22803."""
+    theirs = (cupys // 10000, cupys // 100 % 100, cupys % 100)
+    if theirs != tuple(torchs)[:3]:
+        raise ValueError(
+            f"CuPy has loaded NCCL {'.'.join(map(str, theirs))} but torch uses {'.'.join(map(str, torchs))}: two "
+            "libraries in one process; import torch before cupy, and uninstall the nvidia-nccl package torch did not ask "
+            "for"
+        )
+
+
+def open_handle(nccl: Any, store: dist.Store, rank: int, world_size: int) -> Any:
+    """A NcclCommunicator of CuPy's between ranks that meet in a store; binds to the current device."""
+    if rank == 0:
+        made = nccl.get_unique_id()  # bytes since CuPy 14, signed numbers before
+        sent = made if isinstance(made, bytes) else bytes(byte & 255 for byte in made)
+        store.set("unique_id", sent)  # type: ignore[arg-type]  # torch declares text, and takes bytes
+    return nccl.NcclCommunicator(world_size, store.get("unique_id"), rank)
+
+
+class Streams:
+    """The stream that verbs run on, and how it and the caller's wait for each other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.side = torch.cuda.Stream(device, priority=-1)
+
+    def run(self, issue: Callable[[int], None], tensors: Sequence[Tensor]) -> Any:
+        """Issues behind what the current stream has queued; gives the event of its end. Tensors outlive it."""
+        self.side.wait_stream(torch.cuda.current_stream(self.device))
+        issue(self.side.cuda_stream)
+        for tensor in tensors:
+            tensor.record_stream(self.side)  # else the allocator gives their memory away when the caller lets go
+        event = torch.cuda.Event()
+        event.record(self.side)
+        return event
+
+    def wait(self, event: Any) -> None:
+        """Orders the current stream behind an event; the host goes on."""
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def synchronize(self) -> None:
+        """Blocks the host until all of both streams is done."""
+        torch.cuda.current_stream(self.device).synchronize()
+        self.side.synchronize()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A verb that the device may not have finished."""
+
+    event: Any
+    deadline: float
+    call: Call
+    number: int
+    comm: CupyNcclCommunicator
+
+
+class Session:
+    """What communicators split from one another share: the stream, the watchdog, and whether a verb has failed."""
+
+    def __init__(self, nccl: Any, streams: Any, *, timeout: float, heartbeat: Heartbeat | None = None) -> None:
+        self.nccl, self.streams, self.timeout, self.heartbeat = nccl, streams, timeout, heartbeat
+        self.failure: CommError | None = None
+        self.comms: weakref.WeakSet[CupyNcclCommunicator] = weakref.WeakSet()
+        self._pending: collections.deque[_Pending] = collections.deque()
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def watch(self, event: Any, call: Call, number: int, comm: CupyNcclCommunicator) -> None:
+        """From now on a verb must end in time."""
+        self._pending.append(_Pending(event, time.monotonic() + self.timeout, call, number, comm))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="plsc nccl watchdog", daemon=True)
+            self._thread.start()
+
+    def look(self, now: float) -> None:
+        """Forgets the verbs that are done; an error of NCCL's or an overdue verb aborts every communicator."""
+        while self._pending and self._pending[0].event.query():
+            self._pending.popleft()
+        if not self._pending or self.failure is not None:
+            return
+        oldest, why = self._pending[0], ""
+        try:
+            oldest.comm.handle.check_async_error()
+        except Exception as error:
+            why = str(error) or type(error).__name__
+        if not why and now > oldest.deadline:
+            why = f"not finished within {self.timeout:g} s"
+        if why:
+            self.failure = oldest.comm.failed(oldest.call, oldest.number, why)
+            log.error("%s", self.failure)
+            self.abort()
+
+    def abort(self) -> None:
+        """All communicators at once: one that lives on could hang the device for ever."""
+        for comm in list(self.comms):
+            comm.abort()
+
+    def stop(self) -> None:
+        self._end.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(POLL) and self.failure is None:
+            self.look(time.monotonic())
+
+
+class CupyNcclCommunicator(Communicator):
+    """One process a GPU. wait() orders the current stream after the verb and does not block the host.
+
+    A verb that fails or takes longer than `timeout` aborts every communicator of the process; the next verb or wait()
+    raises CommError, which names the rank that is gone or behind.
+    """
+
+    def __init__(
+        self, handle: Any, *, session: Session, control: Communicator, device: torch.device, label: str = "world"
+    ) -> None:
+        """handle: CuPy's communicator; control: one of the same ranks for CPU tensors, which this one closes."""
+        super().__init__(
+            "cupy_nccl", control.rank, world_size=control.world_size, device=device, members=control.members
+        )
+        self.handle, self._session, self._control, self._label = handle, session, control, label
+        self._number = self._splits = 0
+        nccl = session.nccl
+        self._types = {
+            torch.float32: nccl.NCCL_FLOAT32,
+            torch.float64: nccl.NCCL_FLOAT64,
+            torch.float16: nccl.NCCL_FLOAT16,
+            torch.bfloat16: nccl.NCCL_BFLOAT16,
+            torch.int8: nccl.NCCL_INT8,
+            torch.uint8: nccl.NCCL_UINT8,
+            torch.int32: nccl.NCCL_INT32,
+            torch.int64: nccl.NCCL_INT64,
+        }
+        self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX, "min": nccl.NCCL_MIN}
+        session.comms.add(self)
+
+    @classmethod
+    def connect(cls, *, timeout: float, init_timeout: float) -> Communicator:
+        nccl = load_nccl()
+        device = NcclCommunicator._find_device()
+        control = GlooCommunicator.connect(timeout=timeout, init_timeout=init_timeout)
+        assert isinstance(control, TorchCommunicator)
+        store = dist.PrefixStore("cupy_nccl", control._session.store)
+        handle = open_handle(nccl, store, control.rank, control.world_size)
+        session = Session(nccl, Streams(device), timeout=timeout, heartbeat=control._session.heartbeat)
+        return cls(handle, session=session, control=control, device=device)
+
+    # ---- the verbs
+
+    def _all_reduce(self, x: Tensor, op: str) -> Work[Tensor]:
+        call = Call.of("all_reduce", x, op=op)
+        if op == "sum" or not x.is_floating_point():
+            return self._run(call, lambda stream: self._reduce_in_place(x, op, stream), lambda: x, x)
+        # NCCL drops NaN from a maximum: beside the values travels where they are.
+        worst, sign = (-torch.inf, 1.0) if op == "max" else (torch.inf, -1.0)
+        nan = x.isnan()
+        pair = torch.stack([x.masked_fill(nan, worst), nan.to(x.dtype) * sign])  # [2, ...]
+
+        def finish() -> Tensor:
+            return x.copy_(pair[0].masked_fill_(pair[1] != 0, torch.nan))
+
+        return self._run(call, lambda stream: self._reduce_in_place(pair, op, stream), finish, pair)
+
+    def _reduce_in_place(self, x: Tensor, op: str, stream: int) -> None:
+        if x.numel():
+            at = x.data_ptr()
+            self.handle.allReduce(at, at, x.numel(), self._types[x.dtype], self._ops[op], stream)
+
+    def _all_gather(self, x: Tensor, sizes: list[int]) -> Work[Tensor]:
+        """As bytes, so every dtype passes; uneven rows are one broadcast a rank, in a group."""
+        received = x.new_empty(sum(sizes), *x.shape[1:])
+        ends, nccl = _byte_ends(received, sizes), self._session.nccl
+
+        def issue(stream: int) -> None:
+            if min(sizes) == max(sizes):
+                if received.numel():
+                    self.handle.allGather(x.data_ptr(), received.data_ptr(), ends[1], nccl.NCCL_UINT8, stream)
+                return
+            with _Group(nccl):
+                for root in range(self.world_size):
+                    size = ends[root + 1] - ends[root]
+                    if size:
+                        to = received.data_ptr() + ends[root]
+                        source = x.data_ptr() if root == self.rank else to
+                        self.handle.broadcast(source, to, size, nccl.NCCL_UINT8, root, stream)
+
+        return self._run(Call.of("all_gather", x, sizes=sizes), issue, lambda: received, x, received)
+
+    def _reduce_scatter(self, x: Tensor, sizes: list[int]) -> Work[Tensor]:
+        """NCCL's own where rows are even; half types are sent apart and added in float32, so that they round once."""
+        call, rows = Call.of("reduce_scatter", x, sizes=sizes), sizes[self.rank]
+        if min(sizes) == max(sizes) and x.dtype not in (torch.float16, torch.bfloat16):
+            received = x.new_empty(rows, *x.shape[1:])
+
+            def issue(stream: int) -> None:
+                if x.numel():
+                    kind = self._types[x.dtype]
+                    to, count = received.data_ptr(), received.numel()
+                    self.handle.reduceScatter(x.data_ptr(), to, count, kind, self._ops["sum"], stream)
+
+            return self._run(call, issue, lambda: received, x, received)
+        parts = x.new_empty(self.world_size, rows, *x.shape[1:])
+        flat = parts.view(self.world_size * rows, *x.shape[1:])
+        return self._run(
+            call,
+            lambda stream: self._exchange(flat, x, [rows] * self.world_size, sizes, stream),
+            lambda: reduce_parts(parts.unbind(0), "sum"),
+            x,
+            parts,
+        )
+
+    def _all_to_all(self, x: Tensor, send_sizes: list[int], recv_sizes: list[int]) -> Work[Tensor]:
+        received = x.new_empty(sum(recv_sizes), *x.shape[1:])
+        call = Call.of("all_to_all", x, send_sizes=send_sizes, recv_sizes=recv_sizes)
+        return self._run(
+            call,
+            lambda stream: self._exchange(received, x, recv_sizes, send_sizes, stream),
+            lambda: received,
+            x,
+            received,
+        )
+
+    def _exchange(self, to: Tensor, x: Tensor, recv_sizes: list[int], send_sizes: list[int], stream: int) -> None:
+        """NCCL has no all_to_all: one group of sends and receives, as bytes."""
+        sent, received, nccl = _byte_ends(x, send_sizes), _byte_ends(to, recv_sizes), self._session.nccl
+        with _Group(nccl):
+            for peer in range(self.world_size):
+                out, back = sent[peer + 1] - sent[peer], received[peer + 1] - received[peer]
+                if out:
+                    self.handle.send(x.data_ptr() + sent[peer], out, nccl.NCCL_UINT8, peer, stream)
+                if back:
+                    self.handle.recv(to.data_ptr() + received[peer], back, nccl.NCCL_UINT8, peer, stream)
+
+    def _broadcast(self, x: Tensor, root: int) -> Work[Tensor]:
+        def issue(stream: int) -> None:
+            size = x.numel() * x.element_size()
+            if size:
+                self.handle.broadcast(x.data_ptr(), x.data_ptr(), size, self._session.nccl.NCCL_UINT8, root, stream)
+
+        return self._run(Call.of("broadcast", x, root=root), issue, lambda: x, x)
+
+    def _barrier(self) -> None:
+        self._session.raise_if_failed()
+        self._session.streams.synchronize()
+        self._session.raise_if_failed()  # what ended the wait may have been an abort
+        self._control.barrier()
+
+    def _gather_objects(self, obj: object) -> list[Any]:
+        return self._control.gather_objects(obj)
+
+    def _split(self, groups: list[list[int]]) -> Communicator:
+        """NCCL wants nothing in flight on the communicator that is split."""
+        self._session.raise_if_failed()
+        index = next(i for i, group in enumerate(groups) if self.rank in group)
+        label = f"{self._label}/{self._splits}.{index}"
+        self._splits += 1
+        control = self._control.split(groups)
+        self._session.streams.synchronize()
+        handle = self.handle.commSplit(index, groups[index].index(self.rank))
+        return type(self)(handle, session=self._session, control=control, device=self.device, label=label)
+
+    def close(self) -> None:
+        """Lets go of NCCL's communicator after its last verb; of the world's, of the ranks' connections too."""
+        if self.closed:
+            return
+        super().close()
+        if self._session.failure is None:
+            self._session.streams.synchronize()
+            self.handle.destroy()
+        self._session.comms.discard(self)
+        if self._session.heartbeat is not None:
+            self._session.heartbeat.forget(self._key)
+        if self._label == "world":
+            self._session.stop()
+        self._control.close()
+
+    # ---- failures
+
+    def abort(self) -> None:
+        """Ends what hangs on the device; the communicator is of no more use."""
+        self._session.comms.discard(self)
+        self.handle.abort()
+
+    def failed(self, call: Call, number: int, why: str) -> CommError:
+        """What to raise for a verb, with who is to blame as far as the signs of life tell."""
+        heartbeat = self._session.heartbeat
+        who = "" if heartbeat is None else f": {heartbeat.explain(self._key, self.members)}"
+        where = "" if self._label == "world" else f" among ranks {list(self.members)}"
+        return CommError(f"{call} (verb {number} of rank {self.members[self.rank]}{where}) failed{who}. Cause: {why}")
+
+    @property
+    def _key(self) -> str:
+        return f"cupy_nccl/{self._label}"
+
+    def _run(self, call: Call, issue: Callable[[int], None], finish: Callable[[], T], *tensors: Tensor) -> Work[T]:
+        """Issues a verb on the stream of verbs; finish() makes the result, on the caller's stream."""
+        session = self._session
+        session.raise_if_failed()
+        number, self._number = self._number, self._number + 1
+        if session.heartbeat is not None:
+            session.heartbeat.note(self._key, number, call)
+        try:
+            event = session.streams.run(issue, tensors)
+        except RuntimeError as error:  # CuPy's NcclError is one
+            session.raise_if_failed()
+            raise self.failed(call, number, str(error)) from error
+        session.watch(event, call, number, self)
+
+        def wait() -> T:
+            session.raise_if_failed()
+            session.streams.wait(event)
+            return finish()
+
+        return Work(wait)
+
+
+class _Group:
+    """NCCL calls that are one: none of them waits for another."""
+
+    def __init__(self, nccl: Any) -> None:
+        self._nccl = nccl
+
+    def __enter__(self) -> None:
+        self._nccl.groupStart()
+
+    def __exit__(self, *_: object) -> None:
+        self._nccl.groupEnd()
+
+
+def _byte_ends(x: Tensor, sizes: Sequence[int]) -> list[int]:
+    """Where each rank's rows begin in the memory of x, in bytes; and where the last end."""
+    row = x.shape[1:].numel() * x.element_size()
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + size * row)
+    return ends

@@ -1,0 +1,176 @@
+"""Launching the kernels of cuda/: their sources, their arguments, and CuPy, which compiles them at first use."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+NAMES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "int8"}  # in kernels' names
+# No contraction of a * b + c: bits then do not depend on the compiler, and these kernels wait for memory anyway.
+OPTIONS = ("-std=c++17", "--fmad=false")
+KINDS = {"uint64": "p", "float32": "f", "float64": "d", "int32": "i", "uint32": "u", "int64": "l"}  # of parameters
+
+
+class Launcher(Protocol):
+    """What runs kernels: CuPy on a GPU. Arguments are tensors (their memory) and None, or numpy scalars."""
+
+    threads: int  # of a block, where a kernel does not say otherwise
+
+    def launch(
+        self, file: str, kernel: str, *, grid: Sequence[int], args: Sequence[object], threads: int | None = None
+    ) -> None:
+        """Queues a kernel of cuda/FILE.cu on the current stream; a grid with a 0 is nothing to do."""
+
+
+def source_folder() -> Path:
+    """Where the kernels' sources lie: in the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "_cuda", package.parent / "cuda"):
+        if (folder / "common.cuh").is_file():
+            return folder
+    raise FileNotFoundError(f"the CUDA sources are neither in {package / '_cuda'} nor in {package.parent / 'cuda'}")
+
+
+def launcher_for(device: torch.device) -> Launcher | None:
+    """What runs kernels on a device, or None where the twins in plain torch do the work.
+
+    Kernels need a GPU and CuPy. PLSC_KERNELS=0 forces the twins, PLSC_KERNELS=1 makes missing kernels an error.
+    """
+    wish = os.environ.get("PLSC_KERNELS", "")
+    if wish not in ("", "0", "1"):
+        raise ValueError(f"PLSC_KERNELS: got {wish!r}, expected 0 (plain torch), 1 (kernels or an error) or nothing")
+    if wish == "0" or device.type != "cuda":
+        return None
+    if not _cupy_installed():
+        if wish == "1":
+            raise ValueError(
+                "PLSC_KERNELS=1 needs CuPy, which is not installed; pip install cupy-cuda13x (or -cuda12x)"
+            )
+        return None
+    return _cupy_launcher(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cupy_installed() -> bool:
+    found = importlib.util.find_spec("cupy") is not None
+    if not found:
+        log.info("CuPy is not installed: the head computes with plain torch operations; pip install cupy-cuda13x")
+    return found
+
+
+@functools.cache
+def _cupy_launcher(index: int) -> CupyLauncher:
+    return CupyLauncher(index)
+
+
+def arguments(args: Sequence[object]) -> list[np.generic]:
+    """Arguments as numpy scalars: a tensor as the address of its memory, None as a null pointer."""
+    out: list[np.generic] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            assert arg.is_contiguous(), "kernels read memory without gaps"
+            out.append(np.uint64(arg.data_ptr()))
+        elif arg is None:
+            out.append(np.uint64(0))
+        else:
+            assert isinstance(arg, np.generic) and arg.dtype.name in KINDS, f"{arg!r} is no scalar of a known type"
+            out.append(arg)
+    return out
+
+
+def fits(dtype: torch.dtype, shape: tuple[int, ...], *tensors: Tensor | None) -> None:
+    """Kernels get addresses: a tensor of another type or shape would be memory read wrongly."""
+    for tensor in tensors:
+        if tensor is not None and (tensor.dtype != dtype or tuple(tensor.shape) != shape):
+            raise ValueError(f"kernel: got {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
+
+
+def f32(x: float) -> np.float32:
+    """A kernel's float."""
+    return np.float32(x)
+
+
+def i64(x: int) -> np.int64:
+    """A kernel's long long."""
+    return np.int64(x)
+
+
+def flag(x: bool) -> np.int32:
+    """A kernel's int that is a yes or no."""
+    return np.int32(x)
+
+
+def aligned(row: int, *tensors: Tensor | None) -> np.int32:
+    """Whether rows of that length can be read four elements at a time."""
+    even = all(t is None or t.data_ptr() % (4 * t.element_size()) == 0 for t in tensors)
+    return np.int32(row % 4 == 0 and even)
+
+
+class CupyLauncher:
+    """Kernels on one GPU through CuPy: a file is compiled when its first kernel is asked for, and kept on disk."""
+
+    threads = 256
+
+    def __init__(self, index: int) -> None:
+        import cupy  # after torch, always: both then use the libraries that torch has loaded
+
+        self._cupy, self._index = cupy, index
+        self._modules: dict[str, Any] = {}
+        self._kernels: dict[str, Any] = {}
+        self._streams: dict[int, Any] = {}
+
+    def launch(
+        self, file: str, kernel: str, *, grid: Sequence[int], args: Sequence[object], threads: int | None = None
+    ) -> None:
+        if 0 in grid:
+            return
+        function = self._kernels.get(kernel) or self._load(file, kernel)
+        with self._cupy.cuda.Device(self._index), self._stream():
+            function(tuple(grid), (threads or self.threads,), tuple(arguments(args)))
+
+    def _load(self, file: str, kernel: str) -> Any:
+        if file not in self._modules:
+            folder = source_folder()
+            options = (*OPTIONS, f"-I{folder}")
+            code = (folder / f"{file}.cu").read_text(encoding="utf-8")
+            header = (folder / "common.cuh").read_text(encoding="utf-8")
+            # CuPy's cache knows a file by its text alone: without the header in it a changed header would go unseen.
+            code = code.replace('#include "common.cuh"', header.replace("#pragma once", ""))
+            self._modules[file] = self._cupy.RawModule(code=code, options=options)
+        with self._cupy.cuda.Device(self._index):
+            self._kernels[kernel] = self._modules[file].get_function(kernel)
+        return self._kernels[kernel]
+
+    def _stream(self) -> Any:
+        """Torch's current stream, as CuPy knows it."""
+        handle = torch.cuda.current_stream(self._index).cuda_stream
+        if handle == 0:
+            return self._cupy.cuda.Stream.null
+        if handle not in self._streams:
+            streams = self._cupy.cuda
+            known = hasattr(streams.Stream, "from_external")  # CuPy 14; ExternalStream is deprecated there
+            self._streams[handle] = (
+                streams.Stream.from_external(_Handle(handle)) if known else streams.ExternalStream(handle, self._index)
+            )
+        return self._streams[handle]
+
+
+class _Handle:
+    """A CUDA stream by its address, in the protocol that CuPy reads."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address

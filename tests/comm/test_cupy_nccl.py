@@ -1,0 +1,439 @@
+"""NCCL through CuPy, without either: a stand-in takes the place of CuPy's interface and of CUDA's streams.
+
+The stand-in moves real bytes between ranks that are threads, by the addresses, counts and types it is given, and writes
+every call down. What this cannot show: NCCL itself, real streams, a hang on a device. On a GPU the contract runs on the
+real thing, with one rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import plsc.comm.cupy_nccl as cupy_nccl
+from plsc.comm import BACKENDS, CommError, Communicator, Work, connect, run_ranks
+from plsc.comm.cupy_nccl import CupyNcclCommunicator, Session, check_version, open_handle
+
+STREAM = 77  # the address of the stand-in's stream of verbs
+
+
+class StandIn:
+    """CuPy's nccl module for one rank, over the communicator `wires`."""
+
+    NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN = range(4)
+    NCCL_INT8, NCCL_UINT8, NCCL_INT32 = 0, 1, 2
+    NCCL_INT64, NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = 4, 6, 7, 8, 9
+    TYPES = {  # noqa: RUF012
+        0: torch.int8,
+        1: torch.uint8,
+        2: torch.int32,
+        4: torch.int64,
+        6: torch.float16,
+        7: torch.float32,
+        8: torch.float64,
+        9: torch.bfloat16,
+    }
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.group: list[Callable[[], None]] | None = None
+        self.sends: dict[int, bytes] = {}
+        self.receives: list[tuple[int, int, int]] = []
+        self.wires: Communicator | None = None
+
+    def note(self, *call: Any) -> None:
+        self.calls.append(call)
+
+    def groupStart(self) -> None:
+        self.note("groupStart")
+        self.group = []
+
+    def groupEnd(self) -> None:
+        """All sends of the group meet all receives, then its broadcasts run."""
+        self.note("groupEnd")
+        assert self.wires is not None and self.group is not None
+        sent = self.wires.gather_objects(self.sends)
+        for at, size, peer in self.receives:
+            data = sent[peer][self.wires.rank]
+            assert len(data) == size, "a receive of another size than its send"
+            ctypes.memmove(at, data, size)
+        for job in self.group:
+            job()
+        self.group, self.sends, self.receives = None, {}, []
+
+
+class Handle:
+    """CuPy's NcclCommunicator."""
+
+    def __init__(self, nccl: StandIn, wires: Communicator) -> None:
+        self.nccl, self.wires = nccl, wires
+        self.ended = ""
+        self.error: Exception | None = None
+
+    def memory(self, at: int, count: int, kind: int) -> Tensor:
+        dtype = StandIn.TYPES[kind]
+        return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(at), dtype=dtype)
+
+    def allReduce(self, send: int, recv: int, count: int, kind: int, op: int, stream: int) -> None:
+        self.nccl.note("allReduce", count, kind, op, stream)
+        x = self.memory(send, count, kind).clone()
+        if op in (StandIn.NCCL_MAX, StandIn.NCCL_MIN) and x.is_floating_point():
+            x[x.isnan()] = -torch.inf if op == StandIn.NCCL_MAX else torch.inf  # as NCCL does: NaN is dropped
+        names = {StandIn.NCCL_SUM: "sum", StandIn.NCCL_MAX: "max", StandIn.NCCL_MIN: "min"}
+        self.memory(recv, count, kind).copy_(self.wires.all_reduce(x, names[op]).wait())
+
+    def reduceScatter(self, send: int, recv: int, count: int, kind: int, op: int, stream: int) -> None:
+        self.nccl.note("reduceScatter", count, kind, op, stream)
+        x = self.memory(send, count * self.wires.world_size, kind)
+        self.memory(recv, count, kind).copy_(self.wires.reduce_scatter(x).wait())
+
+    def allGather(self, send: int, recv: int, count: int, kind: int, stream: int) -> None:
+        self.nccl.note("allGather", count, kind, stream)
+        x = self.memory(send, count, kind)
+        self.memory(recv, count * self.wires.world_size, kind).copy_(self.wires.all_gather(x).wait())
+
+    def broadcast(self, send: int, recv: int, count: int, kind: int, root: int, stream: int) -> None:
+        self.nccl.note("broadcast", count, kind, root, stream)
+
+        def job() -> None:
+            x = self.memory(send, count, kind).clone()
+            self.memory(recv, count, kind).copy_(self.wires.broadcast(x, root=root).wait())
+
+        job() if self.nccl.group is None else self.nccl.group.append(job)
+
+    def send(self, at: int, count: int, kind: int, peer: int, stream: int) -> None:
+        self.nccl.note("send", count, kind, peer, stream)
+        assert self.nccl.group is not None, "a send outside a group waits for ever"
+        self.nccl.sends[peer] = bytes(self.memory(at, count, kind).numpy().tobytes())
+
+    def recv(self, at: int, count: int, kind: int, peer: int, stream: int) -> None:
+        self.nccl.note("recv", count, kind, peer, stream)
+        self.nccl.receives.append((at, count, peer))
+
+    def commSplit(self, color: int, key: int) -> Handle:
+        self.nccl.note("commSplit", color, key)
+        everyone = self.wires.gather_objects((color, key))
+        colors = sorted({one for one, _ in everyone})
+        groups = [
+            sorted((r for r, (c, _) in enumerate(everyone) if c == one), key=lambda r: everyone[r][1]) for one in colors
+        ]
+        return Handle(self.nccl, self.wires.split(groups))
+
+    def check_async_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def destroy(self) -> None:
+        assert not self.ended
+        self.ended = "destroyed"
+
+    def abort(self) -> None:
+        assert not self.ended
+        self.ended = "aborted"
+
+
+class Event:
+    """A CUDA event that has happened, or not."""
+
+    def __init__(self, happened: bool) -> None:
+        self.happened = happened
+
+    def query(self) -> bool:
+        return self.happened
+
+
+class Streams:
+    """Queues are done as soon as they are filled; the order of events is written down."""
+
+    def __init__(self, nccl: StandIn) -> None:
+        self.nccl, self.happened = nccl, True
+
+    def run(self, issue: Callable[[int], None], tensors: Any) -> Event:
+        self.nccl.wires = self.wires_of(issue)
+        self.nccl.note("wait for the current stream")
+        issue(STREAM)
+        self.nccl.note("keep", *(tuple(tensor.shape) for tensor in tensors))
+        return Event(self.happened)
+
+    def wires_of(self, issue: Callable[[int], None]) -> Communicator:
+        """Those of the communicator whose verb it is: groups of NCCL belong to none."""
+        owner = next(cell.cell_contents for cell in issue.__closure__ or () if hasattr(cell.cell_contents, "handle"))
+        wires: Communicator = owner.handle.wires
+        return wires
+
+    def wait(self, event: Event) -> None:
+        self.nccl.note("current stream waits")
+
+    def synchronize(self) -> None:
+        self.nccl.note("synchronize")
+
+
+def stand_in(comm: Communicator) -> CupyNcclCommunicator:
+    """The communicator under test over the stand-in, for one rank of a world of threads."""
+    nccl = StandIn()
+    handle = Handle(nccl, comm.split([list(range(comm.world_size))]))
+    session = Session(nccl, Streams(nccl), timeout=60.0)
+    return CupyNcclCommunicator(handle, session=session, control=comm, device=torch.device("cpu"))
+
+
+def contract_module() -> types.ModuleType:
+    path = Path(__file__).with_name("test_contract.py")
+    spec = importlib.util.spec_from_file_location("plsc_contract", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_contract_over_the_stand_in(world_size: int) -> None:
+    contract = contract_module().contract
+    assert run_ranks(world_size, lambda comm: contract(stand_in(comm))) == ["kept"] * world_size
+
+
+def of(nccl: StandIn, *names: str) -> list[tuple[Any, ...]]:
+    return [call for call in nccl.calls if call[0] in names]
+
+
+def test_calls_of_each_verb() -> None:
+    """Sequence, counts, types and stream, as rank 0 of 2 issues them."""
+
+    def ranks(comm: Communicator) -> None:
+        ours = stand_in(comm)
+        nccl: StandIn = ours._session.nccl
+
+        def after(work: Any) -> list[tuple[Any, ...]]:
+            work.wait()
+            calls, nccl.calls = nccl.calls, []
+            return calls
+
+        before, behind = ("wait for the current stream",), ("current stream waits",)
+        me, other = comm.rank, 1 - comm.rank
+        got = after(ours.all_reduce(torch.ones(3, 5)))
+        assert got == [before, ("allReduce", 15, 7, 0, STREAM), ("keep", (3, 5)), behind]
+        got = after(ours.all_reduce(torch.ones(4).bfloat16(), "max"))
+        assert got == [before, ("allReduce", 8, 9, 2, STREAM), ("keep", (2, 4)), behind]  # values, and where NaN is
+        got = after(ours.all_reduce(torch.ones(4, dtype=torch.int64), "min"))
+        assert got == [before, ("allReduce", 4, 4, 3, STREAM), ("keep", (4,)), behind]
+        got = after(ours.all_gather(torch.ones(2, 3).half()))
+        assert got == [before, ("allGather", 12, 1, STREAM), ("keep", (2, 3), (4, 3)), behind]
+        got = after(ours.all_gather(torch.ones(1 + me, 2), sizes=[1, 2]))
+        grouped = [("groupStart",), ("broadcast", 8, 1, 0, STREAM), ("broadcast", 16, 1, 1, STREAM), ("groupEnd",)]
+        assert got == [before, *grouped, ("keep", (1 + me, 2), (3, 2)), behind]
+        got = after(ours.reduce_scatter(torch.ones(4, 3)))
+        assert got == [before, ("reduceScatter", 6, 7, 0, STREAM), ("keep", (4, 3), (2, 3)), behind]
+        got = after(ours.reduce_scatter(torch.ones(4).half()))  # no half sums on the way
+        assert [call[0] for call in got] == [
+            before[0],
+            "groupStart",
+            *["send", "recv"] * 2,
+            "groupEnd",
+            "keep",
+            behind[0],
+        ]
+        got = after(ours.all_to_all(torch.ones(3), send_sizes=[3 * other, 3 * me], recv_sizes=[3 * other, 3 * me]))
+        assert got[1:5] == [("groupStart",), ("send", 12, 1, me, STREAM), ("recv", 12, 1, me, STREAM), ("groupEnd",)]
+        got = after(ours.broadcast(torch.ones(7, dtype=torch.bool), root=1))
+        assert got == [before, ("broadcast", 7, 1, 1, STREAM), ("keep", (7,)), behind]
+        got = after(ours.all_reduce(torch.ones(0)))
+        assert got == [before, ("keep", (0,)), behind]
+        part = ours.split([[1, 0]])
+        assert nccl.calls == [("synchronize",), ("commSplit", 0, other)] and part.rank == other
+        part.close()
+        ours.close()
+        assert ours.handle.ended == "destroyed" and part.handle.ended == "destroyed"
+
+    run_ranks(2, ranks)
+
+
+def test_overdue_verb_aborts_everything() -> None:
+    """The watchdog's look, asked at times of our own."""
+
+    def ranks(comm: Communicator) -> None:
+        ours = stand_in(comm)
+        session = ours._session
+        part = ours.split([[0, 1]])
+        session._thread = object()  # type: ignore[assignment]  # no thread: this test looks
+        session.streams.happened = False
+        work = ours.all_reduce(torch.ones(2))
+        (pending,) = session._pending
+        session.look(pending.deadline - 1)
+        assert session.failure is None
+        pending.event.happened = True
+        session.look(pending.deadline + 1)
+        assert session.failure is None and not session._pending  # late, but done
+        work.wait()
+        work = part.all_gather(torch.ones(2))
+        session.look(session._pending[0].deadline + 1)
+        assert ours.handle.ended == part.handle.ended == "aborted"
+        words = r"all_gather of float32 \(2,\) \(verb 0 of rank . among ranks \[0, 1\]\) failed. Cause: not finished within 60 s"
+        for verb in (work.wait, ours.barrier, lambda: ours.all_reduce(torch.ones(1)), lambda: ours.split([[0, 1]])):
+            with pytest.raises(CommError, match=words):
+                verb()
+        session._thread = None
+        ours.close()  # destroys nothing that is aborted
+
+    run_ranks(2, ranks)
+
+
+def test_error_of_nccl_aborts_everything() -> None:
+    def ranks(comm: Communicator) -> None:
+        ours = stand_in(comm)
+        session = ours._session
+        session._thread = object()  # type: ignore[assignment]
+        session.streams.happened = False
+        ours.all_reduce(torch.ones(2))
+        ours.handle.error = RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+        session.look(0.0)
+        with pytest.raises(CommError, match=r"all_reduce sum of float32 \(2,\) .* NCCL_ERROR_REMOTE_ERROR"):
+            ours.broadcast(torch.ones(1))
+
+    run_ranks(2, ranks)
+
+
+def test_refused_verb_is_a_comm_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
+
+    monkeypatch.setattr(Handle, "allGather", refuse)
+
+    def ranks(comm: Communicator) -> None:
+        with pytest.raises(CommError, match="all_gather .* NCCL_ERROR_INVALID_USAGE"):
+            stand_in(comm).all_gather(torch.ones(1))
+
+    run_ranks(1, ranks)
+
+
+def test_watchdog_runs_in_a_thread_and_ends() -> None:
+    def ranks(comm: Communicator) -> None:
+        ours = stand_in(comm)
+        ours.all_reduce(torch.ones(1)).wait()
+        thread = ours._session._thread
+        assert thread is not None and thread.daemon
+        ours.close()
+        assert not thread.is_alive()
+
+    run_ranks(1, ranks)
+
+
+@pytest.mark.parametrize("identity", [bytes(range(128)), tuple(range(-64, 64))])
+def test_unique_id_travels_over_the_store(identity: Any) -> None:
+    """Bytes in CuPy 14, signed numbers before."""
+    store = dist.HashStore()
+    given: dict[int, bytes] = {}
+    nccl = types.SimpleNamespace(
+        get_unique_id=lambda: identity, NcclCommunicator=lambda size, unique, rank: given.setdefault(rank, unique)
+    )
+    for rank in range(3):
+        open_handle(nccl, store, rank, 3)
+    expected = identity if isinstance(identity, bytes) else bytes(number & 255 for number in identity)
+    assert list(given.values()) == [expected] * 3
+
+
+def test_two_nccl_libraries_are_refused() -> None:
+    check_version(22803, (2, 28, 3))
+    with pytest.raises(ValueError, match=r"CuPy has loaded NCCL 2.32.3 but torch uses 2.28.9"):
+        check_version(23203, (2, 28, 9))
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BACKENDS["cupy_nccl"] is CupyNcclCommunicator
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"found no GPU; use connect\('gloo'\)"):
+            connect("cupy_nccl")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    with pytest.raises(ValueError, match="needs CuPy .* pip install cupy-cuda13x"):
+        cupy_nccl.load_nccl()
+
+
+class Moved(Communicator):
+    """Takes CPU tensors to another communicator's device and the results back: the contract on a GPU."""
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(
+            inner.name, inner.rank, world_size=inner.world_size, device=torch.device("cpu"), members=inner.members
+        )
+        self.inner = inner
+
+    def _there(self, x: Tensor) -> Tensor:
+        return x.to(self.inner.device, copy=True)
+
+    def _all_reduce(self, x: Tensor, op: str) -> Work[Tensor]:
+        return self.inner.all_reduce(self._there(x), op).then(x.copy_)
+
+    def _all_gather(self, x: Tensor, sizes: list[int]) -> Work[Tensor]:
+        return self.inner.all_gather(self._there(x), sizes=sizes).then(Tensor.cpu)
+
+    def _reduce_scatter(self, x: Tensor, sizes: list[int]) -> Work[Tensor]:
+        return self.inner.reduce_scatter(self._there(x), sizes=sizes).then(Tensor.cpu)
+
+    def _all_to_all(self, x: Tensor, send_sizes: list[int], recv_sizes: list[int]) -> Work[Tensor]:
+        work = self.inner.all_to_all(self._there(x), send_sizes=send_sizes, recv_sizes=recv_sizes)
+        return work.then(Tensor.cpu)
+
+    def _broadcast(self, x: Tensor, root: int) -> Work[Tensor]:
+        return self.inner.broadcast(self._there(x), root=root).then(x.copy_)
+
+    def _barrier(self) -> None:
+        self.inner.barrier()
+
+    def _gather_objects(self, obj: object) -> list[Any]:
+        return self.inner.gather_objects(obj)
+
+    def _split(self, groups: list[list[int]]) -> Communicator:
+        return Moved(self.inner.split(groups))
+
+    def close(self) -> None:
+        super().close()
+        self.inner.close()
+
+
+def test_contract_reaches_another_device() -> None:
+    """What the GPU runs use, here around threads."""
+    contract = contract_module().contract
+    assert run_ranks(2, lambda comm: contract(Moved(comm))) == ["kept"] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["nccl", "cupy_nccl"])
+def test_contract_on_a_gpu(backend: str, start_ranks: Any, finish_ranks: Any) -> None:
+    if backend == "cupy_nccl":
+        pytest.importorskip("cupy")
+    (text,) = finish_ranks(start_ranks(Path(__file__), 1, backend), 240.0)
+    assert text.strip().endswith("kept"), text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_streams_of_a_gpu() -> None:
+    """On a GPU the real streams order producer, verb and consumer."""
+    pytest.importorskip("cupy")
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = cupy_nccl.Streams(device)
+    x = torch.zeros(1 << 20, device=device)
+
+    def issue(stream: int) -> None:
+        assert stream == streams.side.cuda_stream
+        with torch.cuda.stream(streams.side):
+            x.add_(1)
+
+    torch.cuda._sleep(10_000_000)
+    x.fill_(1)
+    streams.wait(streams.run(issue, [x]))
+    assert float(x.mean()) == 2.0
+
+
+if __name__ == "__main__":  # one rank of a backend on GPUs
+    print(contract_module().contract(Moved(connect(sys.argv[1], timeout=60.0))))

@@ -1,0 +1,55 @@
+"""Kernels of cuda/ on the CPU: the shim's launcher, and plsc.ops.kernels made to use it."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from plsc.ops import kernels
+
+
+def load_shim() -> ModuleType:
+    """tests/cuda/shim/launcher.py, which is no package."""
+    path = Path(__file__).parent / "shim" / "launcher.py"
+    spec = importlib.util.spec_from_file_location("plsc_shim_launcher", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def shim() -> ModuleType:
+    return load_shim()
+
+
+@pytest.fixture(scope="session")
+def library(shim: ModuleType) -> Path:
+    """All kernels as they are, compiled for this CPU; once for all sessions with the same sources."""
+    flags = shim.SANITIZE if "PLSC_SHIM_SANITIZE" in os.environ else []
+    path: Path = shim.compile_kernels(shim.sources(), flags=flags)
+    return path
+
+
+@pytest.fixture
+def launch(shim: ModuleType, library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """launch(threads=, order=, workers=): from then on plsc.ops.kernels launches kernels on the CPU that way."""
+
+    def use(**how: int) -> Any:
+        launcher = shim.ShimLauncher(library, **how)
+        monkeypatch.setattr(kernels, "launcher_for", lambda device: launcher)
+        return launcher
+
+    return use
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)

@@ -1,0 +1,164 @@
+"""What compiles and launches the kernels on GPUs: nvcc without spills, NVRTC, and what CuPy is asked for."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plsc.ops import launching
+from plsc.ops.launching import OPTIONS, CupyLauncher, source_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(path.stem for path in (ROOT / "cuda").glob("*.cu"))
+
+
+@pytest.fixture(scope="module")
+def cubin() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plsc_cubin", ROOT / "tools" / "cubin.py")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def test_report_of_ptxas_is_read(cubin: ModuleType) -> None:
+    text = """ptxas info    : Compiling entry function 'one' for 'sm_90'
+ptxas info    : Function properties for one
+    8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 8 bytes stack, 128 bytes smem
+ptxas info    : Compile time = 5.000 ms
+ptxas info    : Compiling entry function 'two' for 'sm_90'
+ptxas info    : Function properties for two
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 22 registers, used 0 barriers
+"""
+    one, two = cubin.read_report(text)
+    assert (one.name, one.registers, one.shared, one.spilled, one.stack) == ("one", 255, 128, 28, 8)
+    assert (two.name, two.registers, two.shared, two.spilled, two.stack) == ("two", 22, 0, 0, 0)
+
+
+def test_sources_are_found_and_options_agree(cubin: ModuleType) -> None:
+    assert source_folder() == ROOT / "cuda"
+    assert list(OPTIONS) == cubin.OPTIONS
+    assert {"softmax", "update", "sample", "topk", "select", "half"} == set(FILES)
+
+
+@pytest.mark.slow
+def test_nvcc_takes_all_without_a_spill() -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc, of the CUDA toolkit 13.0 or newer")
+    run = subprocess.run([sys.executable, "tools/cubin.py"], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = [line for line in run.stdout.splitlines() if line.startswith(tuple(f"| {name} |" for name in FILES))]
+    assert len(rows) == 4 * len(FILES) and not run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_nvrtc_takes_it(name: str) -> None:
+    """What CuPy compiles with on a GPU machine; NVRTC itself needs none."""
+    pytest.importorskip("cupy", reason="needs CuPy and NVRTC")
+    from cupy.cuda import nvrtc
+
+    folder = source_folder()
+    code = (folder / f"{name}.cu").read_text(encoding="utf-8")
+    for arch in (75, 90):
+        options = (*OPTIONS, f"-I{folder}", f"-arch=sm_{arch}")
+        program = nvrtc.createProgram(code, f"{name}.cu", (), ())
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            pytest.fail(f"{error}: {nvrtc.getProgramLog(program)}")
+        assert len(nvrtc.getCUBIN(program)) > 1000
+        nvrtc.destroyProgram(program)
+
+
+class Recorder:
+    """As much of CuPy as a launch needs; writes down what is asked of it. It is not CuPy."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.cuda = SimpleNamespace(Device=self.entered("device"), Stream=self.entered("stream"))
+        self.cuda.Stream.null = self.entered("stream")(0)
+        self.cuda.Stream.from_external = lambda outer: self.entered("stream")(outer.__cuda_stream__())
+
+    def entered(self, what: str) -> Any:
+        calls = self.calls
+
+        class Entered:
+            def __init__(self, which: object) -> None:
+                self.which = which
+
+            def __enter__(self) -> None:
+                calls.append((what, self.which))
+
+            def __exit__(self, *_: object) -> None:
+                calls.append(("end of", what))
+
+        return Entered
+
+    def RawModule(self, *, code: str, options: tuple[str, ...]) -> Any:
+        self.calls.append(("compile", code, options))
+
+        def get_function(name: str) -> Any:
+            return lambda grid, block, args: self.calls.append((name, grid, block, args))
+
+        return SimpleNamespace(get_function=get_function)
+
+
+def test_a_launch_as_cupy_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Order, stream, arguments as numpy scalars; a file is compiled once; the header is in the text."""
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "cupy", recorder)
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
+    launcher = CupyLauncher(1)
+    x = torch.zeros(4)
+    args = [x, None, np.int64(3), np.float32(0.5), np.int32(1)]
+    launcher.launch("half", "one", grid=(2, 3), args=args)
+    stream.cuda_stream = 4711
+    launcher.launch("half", "one", grid=(5,), args=args, threads=32)
+    launcher.launch("half", "one", grid=(5, 0), args=args)  # nothing to do
+    compiled = [call for call in recorder.calls if call[0] == "compile"]
+    assert len(compiled) == 1 and compiled[0][2] == (*OPTIONS, f"-I{source_folder()}")
+    assert "#include" not in compiled[0][1] and "DEVICE u32 mix(u32 h)" in compiled[0][1]
+    runs = [call for call in recorder.calls if call[0] == "one"]
+    assert [run[1:3] for run in runs] == [((2, 3), (256,)), ((5,), (32,))]
+    passed = runs[0][3]
+    assert [value.dtype.name for value in passed] == ["uint64", "uint64", "int64", "float32", "int32"]
+    assert passed[0] == x.data_ptr() and passed[1] == 0 and passed[2:] == (3, 0.5, 1)
+    assert [call[1] for call in recorder.calls if call[0] == "stream"] == [0, (0, 4711)]
+    assert {call[1] for call in recorder.calls if call[0] == "device"} == {1}
+
+
+def test_who_runs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody on a CPU; on a GPU CuPy, unless the environment forbids it; without CuPy nobody, or an error if asked."""
+    gpu, recorder = torch.device("cuda", 0), Recorder()
+    monkeypatch.setitem(sys.modules, "cupy", recorder)
+    monkeypatch.delenv("PLSC_KERNELS", raising=False)
+    for cached in (launching._cupy_installed, launching._cupy_launcher):
+        cached.cache_clear()
+    monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: object() if name == "cupy" else None)
+    assert launching.launcher_for(torch.device("cpu")) is None
+    assert isinstance(launching.launcher_for(gpu), CupyLauncher)
+    assert launching.launcher_for(gpu) is launching.launcher_for(gpu)
+    monkeypatch.setenv("PLSC_KERNELS", "0")
+    assert launching.launcher_for(gpu) is None
+    monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: None)
+    launching._cupy_installed.cache_clear()
+    monkeypatch.setenv("PLSC_KERNELS", "1")
+    with pytest.raises(ValueError, match="PLSC_KERNELS=1 needs CuPy"):
+        launching.launcher_for(gpu)
+    monkeypatch.delenv("PLSC_KERNELS")
+    assert launching.launcher_for(gpu) is None
+    monkeypatch.setenv("PLSC_KERNELS", "yes")
+    with pytest.raises(ValueError, match="got 'yes', expected 0"):
+        launching.launcher_for(gpu)
+    for cached in (launching._cupy_installed, launching._cupy_launcher):
+        cached.cache_clear()

@@ -1,0 +1,485 @@
+"""What a GPU must show, in one command of less than eight minutes: right first, then fast.
+
+    python tools/gpu_check.py                    # on a GPU machine with torch, CuPy and pytest; no network
+    python tools/gpu_check.py --device cpu       # every path, small, on a CPU; kernels run behind the tests' shim
+    python tools/gpu_check.py --only kernels     # some sections
+
+Each result is printed and written (OUT/gpu_check.json, OUT/gpu_check.md) as soon as it is known: stop it when you like.
+A section that fails is a line of the table, and the next one runs. The exit status is 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+if importlib.util.find_spec("tomli_w") is None:  # what plsc imports to write recipes, and nothing here calls
+    stand_in = tempfile.mkdtemp()
+    (Path(stand_in) / "tomli_w.py").touch()
+    sys.path.append(stand_in)
+    os.environ["PYTHONPATH"] = stand_in
+
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+import plsc  # noqa: E402
+from plsc.comm import LocalCommunicator, Shard  # noqa: E402
+from plsc.ops import kernels, sampling, twins  # noqa: E402
+
+
+@dataclass
+class Result:
+    """One line: `ok` is None where it is a measurement and no check."""
+
+    section: str
+    what: str
+    value: str
+    ok: bool | None = None
+    wanted: str = ""
+
+
+class Run:
+    """The options of a run, and what it has found so far."""
+
+    def __init__(self, device: torch.device, out: Path, seconds: float) -> None:
+        self.device, self.out, self.seconds = device, out, seconds
+        self.small = device.type == "cpu"
+        self.begin = time.monotonic()
+        self.results: list[Result] = []
+        self.section = ""
+        out.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self.begin)
+
+    def add(self, what: str, value: str, *, ok: bool | None = None, wanted: str = "") -> None:
+        result = Result(self.section, what, value, ok, wanted)
+        self.results.append(result)
+        mark = {None: " ", True: "+", False: "!"}[ok]
+        print(f"{time.monotonic() - self.begin:6.1f} s {mark} {self.section}: {what}: {value} {wanted}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        (self.out / "gpu_check.json").write_text(json.dumps([asdict(result) for result in self.results], indent=1))
+        lines = ["| section | what | found | wanted | |", "|---|---|---|---|---|"]
+        for r in self.results:
+            verdict = {None: "", True: "ok", False: "**no**"}[r.ok]
+            lines.append(f"| {r.section} | {r.what} | {r.value} | {r.wanted} | {verdict} |")
+        (self.out / "gpu_check.md").write_text("\n".join(lines) + "\n")
+
+
+def load(path: Path) -> ModuleType:
+    """A module that is no part of a package."""
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def clear(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def seconds_of(fn: Callable[[], object], device: torch.device, *, rounds: int = 5, repeat: int = 1) -> float:
+    """Median time of fn, by CUDA events, or by this process's processor time on a CPU."""
+    times = []
+    for turn in range(rounds + 1):
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(repeat):
+                fn()
+            end.record()
+            end.synchronize()
+            took = begin.elapsed_time(end) / 1e3
+        else:
+            start = time.process_time()
+            for _ in range(repeat):
+                fn()
+            took = time.process_time() - start
+        if turn:
+            times.append(took / repeat)
+    return statistics.median(times)
+
+
+# ---- sections, each a generator of nothing that adds results
+
+
+def environment(run: Run) -> None:
+    run.add("date", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+    run.add("python, torch, plsc", f"{platform.python_version()}, {torch.__version__}, {plsc.__version__}")
+    if run.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(run.device)
+        name, count = torch.cuda.get_device_name(run.device), torch.cuda.device_count()
+        run.add("GPU", f"{count} x {name}, {total / 1e9:.1f} GB, {free / 1e9:.1f} GB free")
+        run.add("CUDA, NCCL of torch", f"{torch.version.cuda}, {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    found = importlib.util.find_spec("cupy")
+    if found is None:
+        run.add("CuPy", "not installed", ok=None if run.small else False, wanted="14.2 or newer")
+        return
+    import cupy
+
+    run.add("CuPy", cupy.__version__)
+
+
+def kernel_cases(device: torch.device, size: int) -> Iterator[tuple[str, Any, Any, float]]:
+    """(name, what the kernel gives, what the twin gives, allowed relative error)."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    n, c, d = 67, size * 1024 + 3, 512 if size > 4 else 132
+    dots, inverse = draw(n, c) * 0.1, (torch.rand(c, generator=generator) + 0.5).to(device)
+    place, shift = torch.randint(-1, c, (n,), generator=generator).to(device), torch.full((n,), 8.0, device=device)
+    for out in (torch.float32, torch.bfloat16, torch.float16):
+        pair = [torch.empty(n, c, dtype=out, device=device) for _ in range(2)]
+        options = {"scale": 64.0, "inverse": inverse, "weigh": True}
+        sums = [
+            module.exp_rows(dots, shift, place, out=one, **options)
+            for module, one in zip((kernels, twins), pair, strict=True)
+        ]
+        close = 1e-2 if out != torch.float32 else 3e-5
+        yield f"exp_rows to {out}", [sums[0], pair[0]], [sums[1], pair[1]], close
+    ends = [m.online_rows(dots, place, scale=300.0, inverse=inverse) for m in (kernels, twins)]
+    yield "online_rows", *ends, 1e-4
+    forms = [("fp32", torch.float32), ("bf16", torch.bfloat16), ("split", torch.bfloat16), ("split", torch.int8)]
+    for form, state in forms:
+        yield f"sgd_rows {form}, {state}", *update_pair(form, state, draw(size * 200 + 1, d)), 1e-2
+    labels = torch.randint(0, size * 5000, (513,), generator=generator).to(device)
+    shard = Shard.of(size * 5000, LocalCommunicator())
+    draws = [m.sample_classes(labels, shard, rate=0.1, seed=3, step=9) for m in (kernels, sampling)]
+    yield "sample_classes", *draws, 0.0
+    empty = draw(n, 0)
+    tops = [m.merge_topk(empty, empty.long(), dots, k=10) for m in (kernels, twins)]
+    yield "merge_topk", *tops, 0.0
+    flat = draw(size * 50_000 + 1)
+    kept = [[m.largest_entries(flat, len(flat) // 100)] for m in (kernels, twins)]
+    yield "largest_entries", *kept, 0.0
+    largest = twins.largest_magnitude(flat)
+    casts = [
+        [m.largest_magnitude(flat), m.cast_scaled(flat, torch.float16, largest=largest, divisor=3.0)]
+        for m in (kernels, twins)
+    ]
+    yield "largest_magnitude and cast_scaled", *casts, 0.0
+
+
+def update_pair(form: str, state: torch.dtype, weight: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """One SGD step of a format by kernel and twin, as floats."""
+    from plsc.ops.formats import join, split
+
+    found: list[list[Tensor]] = []
+    for module in (kernels, twins):
+        low = None
+        kept = weight.clone() if form == "fp32" else weight.bfloat16()
+        if form == "split":
+            kept, low = split(weight)
+        velocity = torch.zeros_like(weight, dtype=state)
+        scales = torch.zeros(len(weight), device=weight.device) if state == torch.int8 else None
+        options: dict[str, Any] = {
+            "lr": 0.1,
+            "momentum": 0.9,
+            "low": low,
+            "scales": scales,
+            "normalize": True,
+            "key": 5,
+        }
+        module.sgd_rows(kept, weight.roll(1, 0), velocity, **options)
+        values = velocity.float() if scales is None else velocity.float() * scales[:, None]
+        found.append([kept.float() if low is None else join(kept, low), values])
+    return found[0], found[1]
+
+
+def kernel_checks(run: Run) -> None:
+    """Kernels against their twins on the device; on a CPU behind the shim."""
+    if run.small:
+        shim = load(ROOT / "tests" / "cuda" / "shim" / "launcher.py")
+        launcher = shim.ShimLauncher(shim.compile_kernels(shim.sources()), order=3)
+        kernels.launcher_for = lambda device: launcher  # type: ignore[assignment]
+    else:
+        os.environ["PLSC_KERNELS"] = "1"  # a kernel that is missing is an error
+    for name, got, expected, allowed in kernel_cases(run.device, 1 if run.small else 64):
+        worst = 0.0
+        for a, b in zip(got, expected, strict=True):
+            if a.is_floating_point():
+                worst = max(worst, float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)))
+            else:
+                worst = max(worst, float(not torch.equal(a, b)))
+        run.add(name, f"error {worst:.1e}", ok=worst <= allowed, wanted=f"<= {allowed:g}")
+    if run.small:
+        kernels.launcher_for = importlib.import_module("plsc.ops.launching").launcher_for
+
+
+def contracts(run: Run) -> None:
+    """The contract of the communicators with one rank; on a CPU gloo stands in."""
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for port, backend in enumerate(("gloo",) if run.small else ("nccl", "cupy_nccl"), start=29641):
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, **place, "MASTER_PORT": str(port), "PYTHONPATH": paths}
+        command = [sys.executable, str(ROOT / "tests" / "comm" / "test_cupy_nccl.py"), backend]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        kept = done.returncode == 0 and done.stdout.strip().endswith("kept")
+        words = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["no output"]
+        run.add(backend, "contract kept" if kept else words[0][:160], ok=kept)
+
+
+def losses(device: torch.device, steps: int, **options: Any) -> list[float]:
+    """A small network and head on separable data, the same on every device."""
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(4)
+    centers = torch.randn(50, 48, generator=generator)
+    net = nn.Sequential(nn.Linear(48, 64), nn.PReLU(), nn.Linear(64, 32)).to(device)
+    optimizer = plsc.SGD(0.05, momentum=0.9, weight_decay=1e-4)
+    margin = plsc.ArcFace(16.0, 0.2)
+    comm = LocalCommunicator()
+    head = plsc.ClassParallelHead(32, 50, margin=margin, comm=comm, head_optimizer=optimizer, block=16, **options)
+    head = head.to(device)
+    backbone = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    found = []
+    for _ in range(steps):
+        labels = torch.randint(0, 50, (64,), generator=generator)
+        x = centers[labels] + 0.5 * torch.randn(64, 48, generator=generator)
+        loss = head(net(x.to(device)), labels.to(device))
+        backbone.zero_grad()
+        loss.backward()
+        backbone.step()
+        found.append(loss.detach())
+    return torch.stack(found).cpu().tolist()
+
+
+def training(run: Run) -> None:
+    """The same training on the device and on the CPU."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    steps = 20 if run.small else 200
+    for name, options in (("full softmax", {}), ("sampled 0.3", {"sample_rate": 0.3})):
+        here, there = losses(run.device, steps, **options), losses(torch.device("cpu"), steps, **options)
+        worst = max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(here[:50], there[:50], strict=True))
+        ends = [statistics.mean(each[-10:]) for each in (here, there)]
+        apart = abs(ends[0] - ends[1]) / ends[1]
+        run.add(f"{steps} steps, {name}: first 50 losses", f"apart by {worst:.1e}", ok=worst < 2e-3, wanted="< 2e-3")
+        value = f"{ends[0]:.4f}, on the CPU {ends[1]:.4f} (from {there[0]:.2f})"
+        run.add(f"{steps} steps, {name}: mean of the last ten", value, ok=apart < 0.05, wanted="within 5 %")
+
+
+def quiet_steps(run: Run) -> None:
+    """Torch's own sync debugging over a warm step: whatever stops the host is named."""
+    if run.small:
+        run.add("host syncs of a step", "only on a GPU")
+        return
+    head = plsc.ClassParallelHead(64, 5000, comm=LocalCommunicator(), head_optimizer=plsc.SGD(0.1, momentum=0.9)).to(
+        run.device
+    )
+    x = torch.randn(32, 64, device=run.device, requires_grad=True)
+    labels = torch.randint(0, 5000, (32,), device=run.device)
+    head(x, labels).backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        head(x, labels).backward()
+        run.add("host syncs of a step", "none", ok=True)
+    except RuntimeError:
+        here = [frame for frame in traceback.extract_tb(sys.exc_info()[2]) if "/plsc/" in frame.filename]
+        where = f"{Path(here[-1].filename).name}:{here[-1].lineno} {here[-1].line}" if here else "in torch"
+        run.add("host syncs of a step", where, ok=False, wanted="none")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def bandwidth(run: Run) -> None:
+    """Bytes a second of the elementwise kernels against a copy of the same size."""
+    device, size = run.device, 1 if run.small else 64
+    repeat = 1 if run.small else 10  # launches queue up: their own time does not count
+    source = torch.empty(size << (14 if run.small else 22), device=device)
+    target = torch.empty_like(source)
+    copied = 2 * source.numel() * 4 / seconds_of(lambda: target.copy_(source), device, repeat=repeat)
+    run.add("copy", f"{copied / 1e9:.1f} GB/s")
+    n, c, d = (16, 2048, 64) if run.small else (1024, 65536, 512)
+    dots, e = torch.randn(n, c, device=device), torch.empty(n, c, dtype=torch.bfloat16, device=device)
+    inverse, place = torch.ones(c, device=device), torch.arange(n, device=device)
+    shift = torch.zeros(n, device=device)
+    rows = 2048 if run.small else 1 << 19
+    weight, velocity = (torch.zeros(rows, d, dtype=torch.bfloat16, device=device) for _ in range(2))
+    low, grad = torch.zeros(rows, d, dtype=torch.int16, device=device), torch.randn(rows, d, device=device)
+    full, momentum = torch.randn(rows, d, device=device), torch.zeros(rows, d, device=device)
+    labels = torch.arange(1024, device=device)
+    shard = Shard.of(20_000 if run.small else 10_000_000, LocalCommunicator())
+    split = {"lr": 0.1, "momentum": 0.9, "low": low, "normalize": True, "weighed": True}
+    whole = {"lr": 0.1, "momentum": 0.9, "normalize": True, "weighed": True}
+    cases: list[tuple[str, int, Callable[[], object]]] = [
+        ("exp_rows fp32 -> bf16", 6 * n * c, lambda: kernels.exp_rows(dots, shift, place, out=e, inverse=inverse)),
+        ("exp_rows fp32 in place", 8 * n * c, lambda: kernels.exp_rows(dots, shift, place, out=dots, inverse=inverse)),
+        ("online_rows", 4 * n * c, lambda: kernels.online_rows(dots, place, inverse=inverse)),
+        ("sgd_rows split, bf16", (4 + 8 + 4) * rows * d, lambda: kernels.sgd_rows(weight, grad, velocity, **split)),
+        ("sgd_rows fp32, fp32", (4 + 8 + 8) * rows * d, lambda: kernels.sgd_rows(full, grad, momentum, **whole)),
+        ("largest_magnitude", 4 * source.numel(), lambda: kernels.largest_magnitude(source)),
+        ("cast_scaled to fp16", 6 * source.numel(), lambda: kernels.cast_scaled(source, torch.float16)),
+    ]
+    for name, moved, fn in cases:
+        rate = moved / seconds_of(fn, device, repeat=repeat)
+        share = rate / copied
+        ok = None if run.small else share >= 0.85
+        run.add(name, f"{rate / 1e9:.1f} GB/s, {share:.2f} of the copy", ok=ok, wanted=">= 0.85")
+    source.normal_()
+    took = seconds_of(lambda: kernels.largest_entries(source, source.numel() // 1000), device)
+    run.add("largest_entries, 0.1 %", f"{took * 1e3:.2f} ms of {source.numel():,} entries")
+    took = seconds_of(lambda: kernels.sample_classes(labels, shard, rate=0.1, seed=0, step=1), device)
+    run.add("sample_classes, 10 %", f"{took * 1e3:.2f} ms of {shard.total:,} classes")
+
+
+def head_step(run: Run) -> None:
+    """benchmarks/gpu_head.py: a step against its products, and the classes that fit."""
+    module = load(ROOT / "benchmarks" / "gpu_head.py")
+    args = module.parse(["--device", run.device.type, *(["--quick"] if run.small else ["--rounds", "3"])])
+    torch.backends.cuda.matmul.allow_tf32 = True
+    for form, allowed in (("fp32", 1e-2 if run.device.type == "cuda" else 1e-5), ("split", 2e-2)):
+        error = module.check(run.device, form=form)
+        run.add(f"step of the {form} weight", f"error {error:.1e}", ok=error < allowed, wanted=f"< {allowed:g}")
+    for row in module.compare(args, run.device):
+        measured = row.what == "kernels" and not run.small and (row.classes, row.batch) == (1_000_000, 1024)
+        value = f"{row.milliseconds:.2f} ms, {row.ratio:.2f} of the products, {row.gigabytes:.1f} GB {row.note}"
+        ok = row.ratio <= 1.15 if measured else None
+        run.add(f"{row.what} C={row.classes:,} B={row.batch}", value, ok=ok, wanted="<= 1.15" if measured else "")
+    for row in module.fit(args, run.device):
+        enough = None if run.small or not row.note.startswith("bf16") else row.classes >= 50_000_000
+        value = f"{row.classes:,} classes, {row.milliseconds:.0f} ms a step, {row.note}"
+        run.add("classes that fit", value, ok=enough, wanted=">= 50 M in 141 GB" if enough is not None else "")
+
+
+def train_rate(net: nn.Module, x: Tensor, device: torch.device, *, amp: bool) -> float:
+    """Images a second of forward, backward and step."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            loss = net(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return len(x) / seconds_of(step, device, rounds=1 if device.type == "cpu" else 3)
+
+
+def largest_batch(make: Callable[[], nn.Module], size: int, device: torch.device, *, amp: bool) -> int:
+    """The largest batch by powers of two, and halves between them, that trains."""
+    best, tried = 0, 256
+    while tried <= 8192:
+        clear(device)
+        try:
+            train_rate(make(), torch.zeros(tried, 3, size, size, device=device), device, amp=amp)
+        except torch.cuda.OutOfMemoryError:
+            break
+        best, tried = tried, tried * 2
+    return best
+
+
+def backbones(run: Run) -> None:
+    """AMP against fp32, and what recomputation gives back."""
+    models = [("iresnet50", plsc.models.iresnet50, 112), ("resnet50", plsc.models.resnet50, 224)]
+    if run.small:
+        models = [("iresnet18", plsc.models.iresnet18, 32)]
+    for name, make, size in models:
+
+        def build(policy: str = "none", make: Any = make, size: int = size) -> nn.Module:
+            net = plsc.strategies.recompute(make(512, image_size=size), policy)
+            return net.to(run.device, memory_format=torch.channels_last)
+
+        batch = 4 if run.small else 256
+        x = torch.zeros(batch, 3, size, size, device=run.device).to(memory_format=torch.channels_last)
+        rates = {amp: train_rate(build(), x, run.device, amp=amp) for amp in (False, True)}
+        value = f"fp32 {rates[False]:.0f}, bf16 {rates[True]:.0f} images/s: {rates[True] / rates[False]:.2f} times"
+        run.add(f"{name}, batch {batch}", value)
+        if run.small:
+            build("full")
+            continue
+        if run.left < 90:
+            run.add(name, "largest batches left out: time is short")
+            continue
+        plain, again = (largest_batch(lambda p=p: build(p), size, run.device, amp=True) for p in ("none", "full"))
+        run.add(f"{name}, largest batch in bf16 (powers of two)", f"{plain}, with recompute {again}")
+
+
+def loading(run: Run) -> None:
+    """Images a second from memory to the device, through worker processes."""
+    from plsc.data import Loader, Synthetic
+
+    count = 64 if run.small else 20_000
+    loader = Loader(
+        Synthetic(count, 10, image_size=112),
+        32 if run.small else 256,
+        workers=0 if run.small else 12,
+        device=run.device,
+    )
+    start, seen = time.monotonic(), 0
+    for images, _ in loader.epochs(1):
+        seen += len(images)
+    if run.device.type == "cuda":
+        torch.cuda.synchronize()
+    run.add("synthetic images of 112 x 112", f"{seen / (time.monotonic() - start):.0f} images/s of wall time")
+    loader.close()
+
+
+SECTIONS: dict[str, Callable[[Run], None]] = {
+    "environment": environment,
+    "kernels": kernel_checks,
+    "contracts": contracts,
+    "training": training,
+    "syncs": quiet_steps,
+    "bandwidth": bandwidth,
+    "head": head_step,
+    "backbones": backbones,
+    "loader": loading,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="checks and measures plsc on a GPU")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="these sections, in this order")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
+    parser.add_argument("--seconds", type=float, default=440.0, help="no section begins after this time")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("found no GPU; --device cpu runs every path small")
+    run = Run(torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu"), args.out, args.seconds)
+    for name in args.only or SECTIONS:
+        run.section = name
+        if run.left < 0:
+            run.add("section", "left out: time is up")
+            continue
+        clear(run.device)
+        try:
+            SECTIONS[name](run)
+        except Exception as error:
+            traceback.print_exc()
+            run.add("section", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", ok=False)
+    failed = [result for result in run.results if result.ok is False]
+    print(f"{len(failed)} of {sum(result.ok is not None for result in run.results)} checks failed; {run.out}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

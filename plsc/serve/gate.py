@@ -1,0 +1,129 @@
+"""What every request passes first: who may ask, how many at once, its number, its count and its answer on failure."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from plsc.serve.service import Service
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+OPEN_PATHS = ("/", "/healthz", "/page/app.js", "/page/style.css")  # nobody's secrets; the page asks for the token
+ALWAYS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Gate:
+    """ASGI middleware around the service's routes.
+
+    token: what `Authorization: Bearer` must bring, on all but OPEN_PATHS. Without one the service is for this machine:
+    a Host that is not loopback is refused (a page that had its name resolved to 127.0.0.1), and so is any request that
+    changes something or costs work from another origin's page.
+    """
+
+    def __init__(self, app: ASGIApp, *, service: Callable[[], Service], token: str | None, any_host: bool) -> None:
+        self._app, self._service, self._any_host = app, service, any_host
+        self._token = None if token is None else token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, service, start = Headers(scope=scope), self._service(), time.perf_counter()
+        asked = headers.get("x-request-id", "")
+        number = asked if _REQUEST_ID.fullmatch(asked) else secrets.token_hex(8)
+        scope.setdefault("state", {})["request_id"] = number
+        status = 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                out = MutableHeaders(scope=message)
+                out["X-Request-ID"] = number
+                for name, value in ALWAYS.items():
+                    out.setdefault(name, value)
+                out.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        service.in_flight += 1
+        try:
+            refused = self._refusal(scope, headers, service)
+            if refused is not None:
+                await _say(answer, *refused, number=number)
+            else:
+                await self._app(scope, receive, answer)
+        except Exception:
+            logger.exception("request %s: %s %s failed", number, scope["method"], scope["path"])
+            if status == 0:
+                await _say(answer, 500, "the service failed; its log has the reason", {}, number=number)
+        finally:
+            service.in_flight -= 1
+            route = getattr(scope.get("route"), "path", None)
+            path, method = route or "other", scope["method"] if route else "other"
+            service.requests.add(path=path, method=method, status=str(status or 499))
+            service.seconds.observe(time.perf_counter() - start, path=path)
+            logger.debug("request %s: %s %s %d", number, scope["method"], scope["path"], status)
+
+    def _refusal(self, scope: Scope, headers: Headers, service: Service) -> tuple[int, str, Mapping[str, str]] | None:
+        """Status, words and headers for a request that may not go on."""
+        host = _host_name(headers.get("host", ""))
+        if not self._any_host and host not in LOOPBACK:
+            return 421, f"host: got {host[:80]!r}, expected one of {', '.join(LOOPBACK)}", {}
+        origin = headers.get("origin")
+        if (
+            scope["method"] not in ("GET", "HEAD")
+            and origin is not None
+            and urlsplit(origin).netloc != headers.get("host")
+        ):
+            return 403, f"origin: got {origin[:80]!r}, expected the service's own page", {}
+        if self._token is not None and scope["path"] not in OPEN_PATHS:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
+                return (
+                    401,
+                    "token: got none or a wrong one, expected Authorization: Bearer TOKEN",
+                    {"WWW-Authenticate": "Bearer"},
+                )
+        if scope["path"].startswith("/v1/") and service.in_flight > service.settings.max_requests:
+            return 429, f"{service.settings.max_requests} requests are being answered; try again", {"Retry-After": "1"}
+        return None
+
+
+async def _say(send: Send, status: int, words: str, headers: Mapping[str, str], *, number: str) -> None:
+    """A whole answer in the form of all errors."""
+    body = json.dumps(problem(words, number)).encode()
+    listed = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    listed += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": listed})
+    await send({"type": "http.response.body", "body": body})
+
+
+def problem(words: str, number: str) -> dict[str, Any]:
+    """The body of an error's answer."""
+    return {"detail": words, "request_id": number}
+
+
+def _host_name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

@@ -1,0 +1,166 @@
+"""The process around the service: address, TLS, token, slow clients, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from plsc.serve.app import create_app
+from plsc.serve.service import Service
+
+logger = logging.getLogger(__name__)
+
+HEAD_SECONDS = 10.0  # for a connection to send the head of its request
+MIN_TOKEN = 16
+TOKEN_VARIABLE = "PLSC_TOKEN"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens, and who may ask."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    max_connections: int = 512
+
+    def check(self) -> None:
+        """Raises ValueError for an address that others reach without a token, and for half a TLS configuration."""
+        if not is_loopback(self.host) and self.token is None:
+            raise ValueError(
+                f"host: {self.host} can be reached by other machines and no token is set; expected one in "
+                f"--token-file FILE or {TOKEN_VARIABLE}, or the default 127.0.0.1"
+            )
+        if self.token is not None and (len(self.token) < MIN_TOKEN or not self.token.isascii()):
+            raise ValueError(f"token: got {len(self.token)} characters, expected {MIN_TOKEN} or more of ASCII")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("TLS: got only one of --tls-certificate and --tls-key, expected both or none")
+        for path in (self.tls_certificate, self.tls_key):
+            if path is not None and not os.path.isfile(path):
+                raise ValueError(f"TLS: {path} is no file")
+
+    @property
+    def url(self) -> str:
+        """What to open on this machine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        scheme = "http" if self.tls_certificate is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}/"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that address."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_token(path: str | None) -> str | None:
+    """The token of a file, or else of the environment: every user of a machine sees the command line."""
+    if path is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    mode = os.stat(path).st_mode
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError(f"{path}: others may read it (mode {mode & 0o777:o}); chmod 600 it")
+    return Path(path).read_text(encoding="utf-8").strip()
+
+
+def serve(start: Callable[[], Service], address: Address, *, ready: Callable[[str], Any] | None = None) -> None:
+    """Serves until SIGTERM or Ctrl-C, then answers what has come and returns. ready: called with the URL."""
+    address.check()
+    any_host = address.token is not None
+    app = create_app(start, token=address.token, any_host=any_host)
+    config = uvicorn.Config(
+        app,
+        host=address.host,
+        port=address.port,
+        http=PatientProtocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=address.max_connections,
+        backlog=512,
+        timeout_keep_alive=15,
+        timeout_graceful_shutdown=30,
+        h11_max_incomplete_event_size=32 * 1024,
+        ssl_certfile=address.tls_certificate,
+        ssl_keyfile=address.tls_key,
+    )
+    server = _Server(config, ready, address)
+    server.run()
+    if not server.came_up:
+        raise OSError(f"{address.host}:{address.port}: the server did not start; is the port in use?")
+
+
+class _Server(uvicorn.Server):
+    """Says once where it listens."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[str], Any] | None, address: Address) -> None:
+        super().__init__(config)
+        self._ready, self._address = ready, address
+        self.came_up = False
+
+    async def _serve(self, sockets: Any = None) -> None:
+        await super()._serve(sockets)
+        self._captured_signals.clear()  # they were obeyed: uvicorn would raise them again, and the exit status be theirs
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.came_up = True
+            if self._ready is not None:
+                port = self.servers[0].sockets[0].getsockname()[1]
+                self._ready(self._address.url.replace(f":{self._address.port}/", f":{port}/"))
+
+
+class PatientProtocol(H11Protocol):
+    """HTTP of uvicorn that gives the head of a request HEAD_SECONDS to arrive, whether in one piece or drop by drop."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        if self._idle() and self._timer is None:
+            self._wait()
+        super().data_received(data)
+        if not self._idle():
+            self._stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _idle(self) -> bool:
+        """No request's head has come since the last answer."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait(self) -> None:
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._expire)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._idle() and not self.transport.is_closing():
+            self.transport.close()

@@ -1,0 +1,147 @@
+"""Bundles: what is written opens and gives torch's embeddings; what was exchanged or damaged does not open."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from plsc.serve.bundle import Bundle, Threshold, write_bundle
+from plsc.serve.index import recall
+from plsc.train.export import export_centres, model_digest, read_embeddings
+
+from .conftest import CLASSES, DIGEST, DIM, NAMES, SIZE, draw
+
+
+def test_a_bundle_opens_and_knows_its_classes(bundle: Bundle) -> None:
+    about = bundle.manifest
+    assert (about.image_size, about.channels, about.color_order, about.embedding_size) == (SIZE, 3, "RGB", DIM)
+    assert (about.mean, about.std, about.metric, about.flip, about.storage) == (127.5, 127.5, "cosine", True, "fp32")
+    assert (about.num_classes, about.named, about.thumbnails) == (CLASSES, True, True)
+    assert [bundle.class_name(i) for i in range(CLASSES)] == NAMES
+    assert bundle.thumbnail(3) is not None and bundle.thumbnail(3) != bundle.thumbnail(4)
+    rows, _ = bundle.model.embed(np.stack([draw(i) for i in range(CLASSES)]))
+    scores, found = bundle.index.search(rows, 1)
+    assert found[:, 0].tolist() == list(range(CLASSES))
+    np.testing.assert_allclose(scores[:, 0], 1, atol=1e-5)
+
+
+def test_embeddings_are_those_of_torch(bundle: Bundle, backbone: nn.Module) -> None:
+    images = np.stack([draw(100 + i) for i in range(5)])
+    x = torch.from_numpy(images).permute(0, 3, 1, 2).float().sub(127.5).div(127.5)
+    with torch.no_grad():
+        wanted = (backbone(x) + backbone(x.flip(-1))).double().numpy()
+    rows, norms = bundle.model.embed(images)
+    np.testing.assert_allclose(norms, np.linalg.norm(wanted, axis=1), rtol=1e-5)
+    np.testing.assert_allclose(rows, wanted / np.linalg.norm(wanted, axis=1, keepdims=True), atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(rows.astype(np.float64), axis=1), 1, atol=2e-4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("insightface") is None, reason="needs the insightface package")
+def test_insightface_takes_the_onnx(bundle_path: Path, backbone: nn.Module) -> None:
+    """Its own model zoo picks the recognition class, normalises as the model was trained, and finds torch's embedding."""
+    from insightface.model_zoo import get_model  # type: ignore[import-not-found]
+
+    model = get_model(str(bundle_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    assert model.taskname == "recognition" and (model.input_mean, model.input_std) == (127.5, 127.5)
+    pixels = draw(7)
+    found = model.get_feat(pixels[:, :, ::-1])[0]  # BGR, as OpenCV reads
+    x = torch.from_numpy(pixels.copy()).permute(2, 0, 1)[None].float().sub(127.5).div(127.5)
+    with torch.no_grad():
+        wanted = backbone(x)[0].numpy()
+    assert np.linalg.norm(found - wanted) < 1e-5 * np.linalg.norm(wanted)
+
+
+def test_insightfaces_rules_hold(bundle_path: Path) -> None:
+    """Those of its router and its ArcFaceONNX, for where the package is not installed."""
+    session = onnxruntime.InferenceSession(str(bundle_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    (given,), outputs = session.get_inputs(), session.get_outputs()
+    assert len(outputs) == 1 and isinstance(given.shape[0], str)
+    assert given.shape[2] == given.shape[3] == SIZE and SIZE >= 112 and SIZE % 16 == 0 and SIZE not in (96, 192)
+
+
+@pytest.mark.parametrize(("storage", "dtype"), [("fp16", np.float16), ("int8", np.int8)])
+def test_smaller_centres(
+    make_bundle: Callable[..., Path], bundle: Bundle, tmp_path: Path, storage: str, dtype: type
+) -> None:
+    small = Bundle.open(make_bundle(tmp_path / "b", storage=storage), threads=1)
+    assert small.manifest.storage == storage and small.index._rows.dtype == dtype
+    assert small.class_names is not None and list(small.class_names) == NAMES
+    queries = bundle.model.embed(np.stack([draw(i) for i in range(CLASSES)]))[0]
+    assert recall(small.index.search(queries, 3)[1], bundle.index.search(queries, 3)[1]) > 0.9
+    np.testing.assert_allclose(small.index.search(queries, 1)[0], 1, atol=0.01)
+    file = read_embeddings(tmp_path / "b" / "centres.safetensors")
+    assert (file.scales is None) == (storage == "fp16") and file.metadata["storage"] == storage
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "centres.safetensors", "thumbnails.safetensors"])
+@pytest.mark.parametrize("damage", ["bit", "cut", "gone"])
+def test_wrong_digests_are_refused(make_bundle: Callable[..., Path], tmp_path: Path, name: str, damage: str) -> None:
+    path = make_bundle(tmp_path / "b") / name
+    data = bytearray(path.read_bytes())
+    path.unlink()  # it may be linked to the export's file
+    if damage == "bit":
+        data[len(data) // 2] ^= 1
+    if damage != "gone":
+        path.write_bytes(data if damage == "bit" else data[:-1])
+    words = {"bit": "damaged or exchanged", "cut": "the manifest says", "gone": "no such file"}[damage]
+    with pytest.raises(ValueError, match=words):
+        Bundle.open(tmp_path / "b")
+
+
+def test_centres_of_another_model_are_refused(exported: Path, tmp_path: Path) -> None:
+    other = export_centres(tmp_path / "c.safetensors", torch.ones(3, DIM), digest=DIGEST)
+    with pytest.raises(ValueError, match="are of different models"):
+        write_bundle(
+            tmp_path / "b", onnx=exported / "model.onnx", centres=other, name="x", plsc_version="0", flip=False
+        )
+    assert not (tmp_path / "b").exists() and [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
+
+
+def test_manifests_that_lie(make_bundle: Callable[..., Path], tmp_path: Path, backbone: nn.Module) -> None:
+    folder = make_bundle(tmp_path / "b")
+    path = folder / "manifest.json"
+    good = json.loads(path.read_text())
+    assert good["model_digest"] == model_digest(backbone)
+    for change, words in (
+        ({"format_version": 2}, "expected \\('plsc-bundle', 1\\)"),
+        ({"model_digest": DIGEST}, "the model are of digest"),
+        ({"embedding_size": 7}, "the manifest says 7"),
+        ({"files": {**good["files"], "../../etc/passwd": {"sha256": "", "bytes": 1}}}, "files \\["),
+        ({"files": {}}, "expected model.onnx"),
+        ({"surprise": 1}, "surprise"),
+    ):
+        path.write_text(json.dumps({**good, **change}))
+        with pytest.raises(ValueError, match=words):
+            Bundle.open(folder)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="export the bundle again"):
+        Bundle.open(folder)
+    with pytest.raises(ValueError, match="is not a bundle"):
+        Bundle.open(tmp_path)
+
+
+def test_writing_replaces_a_bundle_and_nothing_else(make_bundle: Callable[..., Path], tmp_path: Path) -> None:
+    make_bundle(tmp_path / "b")
+    make_bundle(tmp_path / "b", storage="int8", thumbnails=None)
+    assert Bundle.open(tmp_path / "b").manifest.storage == "int8" and [p.name for p in tmp_path.iterdir()] == ["b"]
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "diary.txt").write_text("x")
+    with pytest.raises(ValueError, match="is not a bundle; expected a new folder"):
+        make_bundle(tmp_path / "home")
+    with pytest.raises(ValueError, match="expected one of fp32, fp16, int8"):
+        make_bundle(tmp_path / "b", storage="int4")
+    assert Bundle.open(tmp_path / "b").manifest.storage == "int8"
+
+
+def test_thresholds_by_rate(bundle: Bundle) -> None:
+    about = bundle.manifest
+    assert about.threshold_at() == Threshold(0.7, 1e-3, 0.001, 0.9) == about.threshold_at(0.001)
+    assert [one.far for one in about.thresholds] == [1e-2, 1e-3]
+    with pytest.raises(ValueError, match=r"expected a rate that was measured: 0\.01, 0\.001"):
+        about.threshold_at(0.5)

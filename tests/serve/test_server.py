@@ -1,0 +1,304 @@
+"""A real server: its client, its end, slow and vanishing clients, large bodies, two on one gallery, kill -9, TLS."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plsc.serve import Client, ServiceError
+from plsc.serve.bundle import Bundle
+from plsc.serve.server import Address, is_loopback, read_token
+
+from .conftest import DIM, draw, encode
+from .running import Running, words
+
+slow = pytest.mark.slow
+TOKEN = "correct horse battery"
+
+
+@pytest.fixture(scope="module")
+def server(bundle_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    gallery = tmp_path_factory.mktemp("server") / "gallery"
+    with Running(bundle_path, "--gallery", str(gallery), "--max-mb", "1") as running:
+        yield running
+
+
+@slow
+def test_the_client_says_what_the_model_says(server: Running, bundle: Bundle, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(encode(draw(4)))
+    wanted = bundle.model.embed(np.stack([draw(4), draw(60)]))[0]
+    with Client(server.url) as client:
+        assert client.model()["embedding_size"] == DIM
+        np.testing.assert_allclose(client.embed([path, encode(draw(60))]), wanted, atol=1e-6)
+        assert client.search([path], k=1)[0][0]["name"] == "Person 4"
+        assert client.verify([path, str(path)])["same"] is True
+        ids = client.add("Ada Ö/../?&", [path, encode(draw(61))])
+        assert [one["name"] for one in client.gallery()["entries"]] == ["Ada Ö/../?&"] * 2
+        assert client.search(embeddings=wanted[:1], among="gallery", k=1)[0][0]["id"] == ids[0]
+        for id in ids:
+            client.remove(id)
+        with pytest.raises(ServiceError, match="no entry") as caught:
+            client.remove(ids[0])
+        assert caught.value.status == 404 and caught.value.request_id
+        with pytest.raises(ValueError, match="expected one of them"):
+            client.search()
+        with pytest.raises(ValueError, match="expected a list"):
+            client.embed("a.png")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected such as"):
+        Client("ftp://x")
+
+
+@slow
+def test_a_body_of_50_mb(server: Running) -> None:
+    """Refused in words even while the client is still sending, and the service's memory does not hold it."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/v1/embed", b"x" * (50 * 2**20), {"Content-Type": "image/png"})
+    answer = connection.getresponse()
+    assert answer.status == 413 and "expected at most 1048576" in answer.read().decode()
+
+    def parts() -> Iterator[bytes]:
+        for _ in range(50):
+            yield b"x" * 2**20
+
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/v1/embed", parts(), {"Content-Type": "image/png"}, encode_chunked=True)
+    assert connection.getresponse().status == 413
+
+
+@slow
+def test_a_client_that_goes_away(server: Running) -> None:
+    """In the middle of the head, of the body, or before the answer: the service goes on, and says nothing of a failure."""
+    body = encode(draw(5))
+    head = f"POST /v1/embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(body)}\r\n\r\n"
+    for content in (b"POST /v1/em", head.encode() + body[:100], head.encode() + body):
+        with socket.create_connection(("127.0.0.1", server.port)) as line:
+            line.sendall(content)
+    with Client(server.url) as client:
+        assert client.search([body], k=1)[0][0]["name"] == "Person 5"
+    text = Client(server.url)._connection
+    text.request("GET", "/metrics")
+    assert 'status="500"' not in text.getresponse().read().decode()
+
+
+@slow
+def test_slow_clients_are_let_go(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads and bodies that come drop by drop are cut off, while others are served."""
+    program = (
+        "import plsc.serve.server as s, plsc.cli as c, plsc.serve.bodies as b, sys\n"
+        "s.HEAD_SECONDS = 1.0\n"
+        "b.Limits.__init__.__defaults__ = tuple(1.0 if d == 15.0 else d for d in b.Limits.__init__.__defaults__)\n"
+        f"sys.exit(c.serve([{str(bundle_path)!r}, '--port', '0', '--threads', '1']))"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        "subprocess.Popen", lambda command, **given: popen([command[0], "-u", "-c", program], **given)
+    )
+    with Running(bundle_path) as running:
+        dripping = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(20)]
+        for line in dripping[:10]:
+            line.sendall(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
+        for line in dripping[10:]:
+            line.sendall(b"POST /v1/embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: 99\r\n\r\nx")
+        with Client(running.url) as client:
+            assert client.search([encode(draw(5))], k=1)[0][0]["name"] == "Person 5"
+        ended = threading.Event()
+
+        def drip() -> None:
+            while not ended.wait(0.2):
+                for line in dripping[:10]:
+                    try:
+                        line.sendall(b"z")
+                    except OSError:
+                        pass
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            for number, line in enumerate(dripping):
+                line.settimeout(60)
+                try:
+                    data = line.recv(4096)
+                except ConnectionResetError:
+                    data = b""
+                assert data == b"" if number < 10 else data.startswith(b"HTTP/1.1 408"), data
+                line.close()
+        finally:
+            ended.set()
+            thread.join()
+
+
+@slow
+def test_sigterm_answers_what_has_come(bundle_path: Path, tmp_path: Path) -> None:
+    """A request under way when the server is told to stop gets its answer; the process ends in order."""
+    running = Running(bundle_path, "--gallery", str(tmp_path / "g"), "--delay-ms", "3000")
+    found: list[list[dict]] = []
+    asking = threading.Thread(target=lambda: found.extend(Client(running.url).search([encode(draw(6))], k=1)))
+    asking.start()
+    metrics = Client(running.url)._connection
+    for _ in range(300):  # until the image waits for company
+        metrics.request("GET", "/metrics")
+        if "plsc_queue_images 1" in metrics.getresponse().read().decode():
+            break
+        time.sleep(0.05)
+    assert running.stop() == 0, words(running)
+    asking.join()
+    assert found[0][0]["name"] == "Person 6"
+
+
+@slow
+def test_two_servers_on_one_gallery_and_kill(bundle_path: Path, tmp_path: Path) -> None:
+    """The second is refused; after kill -9 all that was acknowledged is there, and the gallery opens at once."""
+    folder = tmp_path / "g"
+    first = Running(bundle_path, "--gallery", str(folder))
+    second = Running(bundle_path, "--gallery", str(folder))
+    assert not second.url and second.process.returncode == 2 and "in use by another server" in words(second)
+    kept: list[str] = []
+
+    def add() -> None:
+        with Client(first.url) as client:
+            for number in range(10**6):
+                try:
+                    kept.extend(client.add(f"n{number}", [encode(draw(number))]))
+                except (OSError, http.client.HTTPException):
+                    return
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    while len(kept) < 15:
+        time.sleep(0.01)
+    first.stop(signal.SIGKILL)
+    adding.join()
+    with Running(bundle_path, "--gallery", str(folder)) as again, Client(again.url) as client:
+        found = {entry["id"] for entry in client.gallery(limit=500)["entries"]}
+        assert set(kept) <= found and len(found) <= len(kept) + 1
+        client.remove(kept[0])
+    with Running(bundle_path, "--gallery", str(folder)) as again, Client(again.url) as client:
+        assert kept[0] not in {entry["id"] for entry in client.gallery(limit=500)["entries"]}
+
+
+@slow
+def test_tls_and_token(bundle_path: Path, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
+        capture_output=True,
+    )  # fmt: skip
+    if made.returncode:
+        pytest.skip("openssl cannot make a certificate here")
+    flags = ("--host", "0.0.0.0", "--tls-certificate", str(certificate), "--tls-key", str(key))
+    with Running(bundle_path, *flags, token=TOKEN) as running:
+        tls = ssl.create_default_context(cafile=str(certificate))
+        assert running.url.startswith("https://127.0.0.1:")
+        with Client(running.url, token=TOKEN, tls=tls) as client:
+            assert client.search([encode(draw(1))], k=1)[0][0]["name"] == "Person 1"
+        with Client(running.url, token="wrong", tls=tls) as client, pytest.raises(ServiceError, match="401"):
+            client.model()
+        with Client(running.url, token=TOKEN) as client, pytest.raises(ssl.SSLError):
+            client.model()
+
+
+@slow
+def test_load_with_bad_requests_mixed_in(server: Running) -> None:
+    """Eight clients at once, a third of whose requests are bad: right answers, expected refusals, memory that settles."""
+    images = [encode(draw(i)) for i in range(20)]
+    problems: list[str] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        with Client(server.url) as client:
+            for _ in range(60):
+                i = int(rng.integers(20))
+                kind = int(rng.integers(6))
+                try:
+                    if kind == 0:
+                        client.embed([images[i][:50]])
+                        problems.append("a cut image was taken")
+                    elif kind == 1:
+                        client.search(embeddings=[[1.0]])
+                        problems.append("a short embedding was taken")
+                    elif client.search([images[i]], k=1)[0][0]["id"] != str(i):
+                        problems.append(f"image {i} is not its class")
+                except ServiceError as error:
+                    if kind > 1 or error.status != 422:
+                        problems.append(str(error))
+
+    def memory() -> int:
+        return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096
+
+    sizes = []
+    for number in range(3):
+        threads = [threading.Thread(target=work, args=(8 * number + i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sizes.append(memory())
+    assert problems == []
+    assert sizes[2] - sizes[1] < 20 * 2**20, sizes
+
+
+# ---- what needs no server
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        (Address(host="0.0.0.0"), "no token is set"),
+        (Address(host="192.168.1.5"), "no token is set"),
+        (Address(host="example.com"), "no token is set"),
+        (Address(host="0.0.0.0", token="short"), "expected 16 or more"),
+        (Address(tls_key="x"), "expected both or none"),
+        (Address(tls_key="x", tls_certificate="y"), "y is no file"),
+    ],
+)
+def test_addresses_that_are_refused(address: Address, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        address.check()
+
+
+def test_addresses_that_are_fine() -> None:
+    for host in ("127.0.0.1", "127.5.5.5", "::1", "localhost"):
+        Address(host=host).check()
+        assert is_loopback(host)
+    Address(host="0.0.0.0", token=TOKEN).check()
+    assert Address(host="::1", port=1).url == "http://[::1]:1/"
+
+
+def test_the_token_comes_from_a_file_that_others_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    os.chmod(path, 0o644)
+    with pytest.raises(ValueError, match="chmod 600"):
+        read_token(str(path))
+    os.chmod(path, 0o600)
+    assert read_token(str(path)) == TOKEN
+    monkeypatch.setenv("PLSC_TOKEN", "from the environment")
+    assert read_token(None) == "from the environment"
+
+
+@slow
+def test_mistakes_on_the_command_line(bundle_path: Path, tmp_path: Path) -> None:
+    for flags, said in (
+        (["--host", "0.0.0.0"], "no token is set"),
+        (["--max-batch", "0"], "expected at least 1"),
+        (["--detector", "auto"], "detector auto: "),
+    ):
+        running = Running(bundle_path, *flags)
+        running.process.wait(60)
+        assert running.process.returncode == 2 and said in words(running), words(running)
+        assert "Traceback" not in words(running)
+    nothing = Running(tmp_path)
+    assert nothing.process.returncode == 2 and "is not a bundle" in words(nothing)
+    assert json.loads((bundle_path / "manifest.json").read_text())["format"] == "plsc-bundle"

@@ -7,11 +7,15 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
-CORE = Path("plsc/ps/core")
+# What each extension is for, said when it could not be built.
+WITHOUT = {
+    "plsc.ps._core": "plsc.ps is left out: its native core was not built",
+    "plsc.ops._kernels": "class-parallel heads run on torch operations, on CPUs slower: their kernels were not built",
+}
 
 
-class BuildCore(build_ext):
-    """Compiles the sparse table's core with nanobind; where that fails, the rest of plsc is installed all the same."""
+class BuildNative(build_ext):
+    """Compiles the C++ parts with nanobind; where that fails, the rest of plsc is installed all the same."""
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -20,8 +24,8 @@ class BuildCore(build_ext):
         except Exception as error:
             why = str(error) if len(str(error)) < 100 else "the compiler's messages are above"
             print(
-                f"plsc.ps is left out: its native core was not built ({why}). Everything else works; "
-                "for plsc.ps install a C++17 compiler (g++) and install plsc again.",
+                f"{WITHOUT[ext.name]} ({why}). Everything else works; "
+                "for this part install a C++17 compiler (g++) and install plsc again.",
                 file=sys.stderr,
             )
 
@@ -49,29 +53,40 @@ class BuildCore(build_ext):
         return str(Path(self.build_lib) / self.get_ext_filename(self.get_ext_fullname(ext.name)))
 
 
-core = Extension(
-    "plsc.ps._core",
-    sources=[str(path) for path in sorted(CORE.glob("*.cc"))],
-    depends=[str(path) for path in sorted(CORE.glob("*.h"))],
-    language="c++",
-    # No contraction: a row's bits do not depend on whether a compiler fuses multiply and add.
-    extra_compile_args=[
-        "-std=c++17",
-        "-O3",
-        "-fno-math-errno",
-        "-ffp-contract=off",
-        "-fvisibility=hidden",
-        "-fno-strict-aliasing",
-        "-g0",
-    ],
-    define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
-    optional=True,
-)
+def native(name: str, folder: str, *flags: str) -> Extension:
+    return Extension(
+        name,
+        sources=[str(path) for path in sorted(Path(folder).glob("*.cc"))],
+        depends=[str(path) for path in sorted(Path(folder).glob("*.h"))],
+        language="c++",
+        # No contraction: a row's bits do not depend on whether a compiler fuses multiply and add.
+        extra_compile_args=[
+            "-std=c++17",
+            "-O3",
+            "-fno-math-errno",
+            "-ffp-contract=off",
+            "-fvisibility=hidden",
+            "-fno-strict-aliasing",
+            "-g0",
+            *flags,
+        ],
+        define_macros=[("NDEBUG", None), ("NB_COMPACT_ASSERTIONS", None)],
+        optional=True,
+    )
+
+
+EXTENSIONS = [
+    native("plsc.ps._core", "plsc/ps/core"),
+    # -fopenmp-simd reads the loops' hints only; no OpenMP is linked.
+    native("plsc.ops._kernels", "plsc/ops/core", "-fno-trapping-math", "-fopenmp-simd"),
+]
 
 setup(
-    packages=find_packages(include=["plsc", "plsc.*"]),
-    package_data={"plsc": ["py.typed", "recipes/*.toml"]},
-    include_package_data=False,  # else the core's sources, being in the manifest, would go into the wheel
-    ext_modules=[core],
-    cmdclass={"build_ext": BuildCore},
+    # The CUDA kernels travel as text; CuPy compiles them at first use. cuda/ itself must be no package (see the tests).
+    packages=[*find_packages(include=["plsc", "plsc.*"]), "plsc._cuda"],
+    package_dir={"plsc._cuda": "cuda"},
+    package_data={"plsc": ["py.typed", "recipes/*.toml"], "plsc._cuda": ["*.cu", "*.cuh"]},
+    include_package_data=False,  # else the C++ sources, being in the manifest, would go into the wheel
+    ext_modules=EXTENSIONS,
+    cmdclass={"build_ext": BuildNative},
 )

@@ -1,19 +1,27 @@
-"""Compares one training step of the class-parallel ArcFace head with plain autograd and with the bare matrix products.
+"""Compares one training step of the class-parallel ArcFace head with plain autograd, a peer, and the bare products.
 
     python benchmarks/head.py                        # batches of 128 and 512, 20,000 and 100,000 classes: minutes
-    python benchmarks/head.py --quick                # 20,000 classes: half a minute
-    python benchmarks/head.py --classes 500000 --batches 128
+    python benchmarks/head.py --quick                # 20,000 classes: a minute
+    python benchmarks/head.py --classes 500000 --batches 128 --only plain fused "fused, cache 0" "3 products"
+    python benchmarks/head.py --batches 64 128 --only pml plain fused "3 products"
     python benchmarks/head.py --ranks 2              # classes cut over two gloo ranks; plain has one rank's share
 
 A step is forward, backward and SGD with momentum for B embeddings of D numbers and a weight of C classes. Contenders
 work on the same weight and momentum, one step each in turn; medians over the rounds are shown, wall and processor time.
 
     plain           normalize, one matrix product, the margin on own entries, cross_entropy, torch.optim.SGD
+    pml             ArcFaceLoss of pytorch-metric-learning (pip install pytorch-metric-learning), torch.optim.SGD
     separate        ClassParallelHead, torch.optim.SGD
     fused           ClassParallelHead(head_optimizer=plsc.SGD): rows are updated inside the backward
     fused, cache 0  the same without kept exponentials: one more matrix product
-    fused, 0.1      the same with sample_rate=0.1
+    fused, bf16     exponentials kept in bfloat16
+    split, bf16     weight_dtype="split", momentum in bfloat16; "bf16, int8": weight in bfloat16, momentum in int8
+    fused, 0.1      sample_rate=0.1
     3 / 4 products  only the matrix products of fused (6 B C D operations) and of cache 0 (8 B C D), block by block
+    0.1, bare       rows and momentum of a sample gathered, 3 products, both scattered back
+
+"CPU / bare" compares with the last three: cache 0 with 4 products, 0.1 with its own, all others with 3 products.
+PLSC_KERNELS=0 takes the torch operations instead of the C++ kernels.
 
 The heap is kept mapped while times are taken, as a caching allocator on a GPU does it: otherwise plain pays as much for
 fresh pages as for its arithmetic (--fresh-pages shows that). Memory is the peak of a process of its own during two
@@ -24,6 +32,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
+import math
 import os
 import statistics
 import subprocess
@@ -31,6 +41,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
@@ -40,9 +51,27 @@ from torch import Tensor
 import plsc
 from plsc.comm import Communicator, Shard, connect, world
 from plsc.nn.class_parallel import block_rows
+from plsc.ops import sample_classes
+from plsc.ops.formats import split
 
 LR, MOMENTUM, SCALE, MARGIN = 1e-3, 0.9, 64.0, 0.5
-NAMES = ["plain", "separate", "fused", "fused, cache 0", "fused, 0.1", "3 products", "4 products"]
+OURS: dict[str, dict[str, Any]] = {
+    "separate": {},
+    "fused": {},
+    "fused, cache 0": {"cache_mb": 0.0},
+    "fused, bf16": {"cache_dtype": "bf16"},
+    "split, bf16": {"weight_dtype": "split", "state_dtype": "bf16"},
+    "bf16, int8": {"weight_dtype": "bf16", "state_dtype": "int8"},
+    "fused, 0.1": {"sample_rate": 0.1},
+}
+NAMES = ["plain", "pml", *OURS, "3 products", "4 products", "0.1, bare"]
+BOUNDS = {
+    "fused, cache 0": "4 products",
+    "4 products": "4 products",
+    "fused, 0.1": "0.1, bare",
+    "0.1, bare": "0.1, bare",
+}
+EXACT = ["separate", "fused", "fused, cache 0", "fused, bf16"]  # whose gradients are compared with float64
 Step = Callable[[], None]
 
 
@@ -71,8 +100,12 @@ def contender(name: str, data: Data, block: int | None) -> Step:
     """One training step of a contender, ready to be called again and again."""
     if name == "plain":
         return plain(data)
+    if name == "pml":
+        return peer(data)
     if name.endswith("products"):
         return products(data, block, num=int(name[0]))
+    if name == "0.1, bare":
+        return bare_sample(data, block)
     return ours(name, data, block)
 
 
@@ -86,6 +119,24 @@ def plain(data: Data) -> Step:
     def step() -> None:
         x.grad = None
         plain_loss(x, weight, data.rows, at).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def peer(data: Data) -> Step:
+    """The loss of pytorch-metric-learning, whose weight is [D, C]; margin in degrees."""
+    from pytorch_metric_learning.losses import ArcFaceLoss
+
+    loss_of = ArcFaceLoss(len(data.weight), data.weight.shape[1], margin=math.degrees(MARGIN), scale=SCALE)
+    loss_of.W.data = data.weight.T.contiguous()
+    optimizer = torch.optim.SGD(loss_of.parameters(), LR, momentum=MOMENTUM)
+    x = data.x.clone().requires_grad_()
+
+    def step() -> None:
+        x.grad = None
+        loss_of(x, data.rows).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -118,36 +169,57 @@ def ours(name: str, data: Data, block: int | None) -> Step:
 
 
 def make_head(name: str, data: Data, block: int | None) -> plsc.ClassParallelHead:
+    options = dict(OURS[name])
+    kept = options.pop("state_dtype", "fp32")
     head = plsc.ClassParallelHead(
         data.weight.shape[1],
         data.classes,
         margin=plsc.ArcFace(SCALE, MARGIN),
         comm=data.comm,
-        sample_rate=0.1 if name.endswith("0.1") else 1.0,
-        head_optimizer=None if name == "separate" else plsc.SGD(LR, momentum=MOMENTUM),
-        cache_mb=0.0 if name.endswith("cache 0") else 256.0,
+        head_optimizer=None if name == "separate" else plsc.SGD(LR, momentum=MOMENTUM, state_dtype=kept),
         block=block,
+        **options,
     )
-    head.weight.data = data.weight  # everybody's
-    if head.head_optimizer is not None:
+    if head.weight_dtype == "split":
+        head.weight.data, head.row_low = split(data.weight)
+    else:
+        head.weight.data = data.weight.to(head.weight.dtype)  # in fp32 everybody's
+    if name != "separate" and kept == "fp32":
         head.row_momentum = data.momentum
     return head
 
 
-def products(data: Data, block: int | None, *, num: int) -> Step:
+def products(data: Data, block: int | None, *, num: int, weight: Tensor | None = None) -> Step:
     """The matrix products alone, into buffers that exist: what the processor could do at best."""
     x, batch, dim = data.x, *data.x.shape
-    block = block or block_rows(batch, dim, 4)
+    weight = data.weight if weight is None else weight
+    block = block or block_rows(batch, dim)
     logits, grad, output = torch.empty(batch, block), torch.empty(block, dim), torch.zeros(batch, dim)
 
     def step() -> None:
-        for start in range(0, len(data.weight), block):
-            rows = data.weight[start : start + block]
+        for start in range(0, len(weight), block):
+            rows = weight[start : start + block]
             part = logits.flatten()[: batch * len(rows)].view(batch, len(rows))
             for _ in range(num - 2):
                 torch.mm(x, rows.T, out=part)
             torch.addmm(output, part, rows, beta=0.0, out=output)
             torch.mm(part.T, x, out=grad[: len(rows)])
+
+    return step
+
+
+def bare_sample(data: Data, block: int | None) -> Step:
+    """A tenth of the rows with their momentum gathered, the three products, and both put back."""
+    rows, _ = sample_classes(data.rows + data.shard.start, data.shard, rate=0.1, seed=0, step=0)
+    taken = [torch.empty(len(rows), data.weight.shape[1]) for _ in range(2)]
+    multiply = products(data, block, num=3, weight=taken[0])
+
+    def step() -> None:
+        for whole, part in zip((data.weight, data.momentum), taken, strict=True):
+            torch.index_select(whole, 0, rows, out=part)
+        multiply()
+        for whole, part in zip((data.weight, data.momentum), taken, strict=True):
+            whole.index_copy_(0, rows, part)
 
     return step
 
@@ -199,7 +271,7 @@ def errors(batch: int, classes: int, dim: int) -> str:
 
     truth = of_plain(torch.float64)
     found = {"plain": of_plain(torch.float32)}
-    for name in NAMES[1:4]:
+    for name in EXACT:
         head, x = make_head(name, data, None), data.x.clone().requires_grad_()
         head.weight.data, kept = data.weight.clone(), torch.zeros_like(data.weight)
         if head.head_optimizer is not None:
@@ -221,16 +293,16 @@ def run(args: argparse.Namespace, comm: Communicator) -> None:
         keep_heap()
     if comm.rank == 0:
         print(f"D={args.dim}, {comm.world_size} rank(s) of {args.threads} thread(s), torch {torch.__version__}\n")
-        print("| B | C | | wall s | range | CPU s | wall / plain | CPU / plain | CPU / 3 products | memory MiB |")
+        print("| B | C | | wall s | range | CPU s | wall / plain | CPU / plain | CPU / bare | memory MiB |")
         print("|---|---|---|---|---|---|---|---|---|---|")
     for classes in args.classes:
         for batch in args.batches:
             data = Data(batch, classes, args.dim, comm)
-            times = measure({name: contender(name, data, args.block) for name in NAMES}, args.rounds, comm)
+            times = measure({name: contender(name, data, args.block) for name in args.only}, args.rounds, comm)
             if comm.rank == 0:
                 for line in rows(times, batch, classes, args):
                     print(line, flush=True)
-    if comm.world_size == 1:
+    if comm.world_size == 1 and not args.no_errors:
         print(f"\nRelative error against float64, B={args.batches[0]}, C={args.classes[0]}\n")
         print(errors(args.batches[0], args.classes[0], args.dim))
 
@@ -245,8 +317,8 @@ def rows(
         cells = [
             f"{batch} | {classes:,} | {name} | {wall[name]:.3f} | {min(walls):.3f}-{max(walls):.3f} | {cpu[name]:.3f}"
         ]
-        for value, base in ((wall, "plain"), (cpu, "plain"), (cpu, "3 products")):
-            cells.append(f"{value[name] / value[base]:.2f}")
+        for value, base in ((wall, "plain"), (cpu, "plain"), (cpu, BOUNDS.get(name, "3 products"))):
+            cells.append(f"{value[name] / value[base]:.2f}" if base in value else "")
         yield f"| {' | '.join([*cells, memory])} |"
 
 
@@ -274,13 +346,17 @@ def main() -> None:
     parser.add_argument("--block", type=int, help="classes of one pass (default: as the head chooses)")
     parser.add_argument("--ranks", type=int, default=1, help="gloo processes that share the classes")
     parser.add_argument("--port", type=int, default=29531)
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="default: all that are installed")
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--no-errors", action="store_true", help="no comparison with float64")
     parser.add_argument("--fresh-pages", action="store_true", help="time with the stock allocator")
     parser.add_argument("--quick", action="store_true", help="20,000 classes, 3 rounds")
     parser.add_argument("--memory-of", choices=NAMES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.classes = args.classes or ([20_000] if args.quick else [20_000, 100_000])
     args.rounds = args.rounds or (3 if args.quick else 5)
+    has_peer = importlib.util.find_spec("pytorch_metric_learning") is not None
+    args.only = args.only or [name for name in NAMES if name != "pml" or (has_peer and args.ranks == 1)]
     if args.memory_of:
         torch.set_num_threads(args.threads)
         print(peak_memory(args.memory_of, args.batches[0], args.classes[0], args.dim, args.block))

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from plsc.comm import Communicator, Shard, mark, world
-from plsc.ops.cross_entropy import Workspace
+from plsc.ops.formats import WEIGHT_DTYPES, Rounding, is_wide, join, split
+from plsc.ops.lag import LIMIT as LAG_LIMIT
+from plsc.ops.lag import Lag
 from plsc.ops.optim import RowOptimizer
 from plsc.ops.sampling import BLOCK, mix
+from plsc.ops.sweep import Workspace
 
 IGNORE = -1  # label of a sample that takes no part in the loss
-_WORK_BYTES = 32 << 20  # aim for the buffers of one block
+_WORK_BYTES = 8 << 20  # aim for the buffers of one block on a CPU
+_GPU_WORK_BYTES = 32 << 20
 Self = TypeVar("Self", bound="ClassParallelModule")
 
 
@@ -35,9 +40,11 @@ class ClassParallelModule(nn.Module):
         std: float = 0.01,
         sample_rate: float = 1.0,
         head_optimizer: RowOptimizer | None = None,
+        weight_dtype: str = "fp32",
         seed: int = 0,
         block: int | None = None,
         cache_mb: float = 256.0,
+        cache_dtype: str = "fp32",
     ) -> None:
         super().__init__()
         counts = {"embedding_size": embedding_size, "num_classes": num_classes, "sub_centers": sub_centers}
@@ -50,18 +57,48 @@ class ClassParallelModule(nn.Module):
             raise ValueError(f"block is {block}, expected at least 1 class, or None to choose it")
         if not cache_mb >= 0.0:
             raise ValueError(f"cache_mb is {cache_mb}, expected at least 0 MiB")
+        if cache_dtype not in ("fp32", "bf16"):
+            raise ValueError(f"cache_dtype is {cache_dtype!r}, expected fp32 or bf16")
+        if weight_dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"weight_dtype is {weight_dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
+        if weight_dtype != "fp32" and head_optimizer is None:
+            raise ValueError(
+                f"weight_dtype {weight_dtype!r} needs a head_optimizer (plsc.SGD, ...): a torch optimizer would add to "
+                "bfloat16 numbers, and what it adds is mostly too small to change them"
+            )
         self.embedding_size, self.num_classes, self.sub_centers = embedding_size, num_classes, sub_centers
         self.comm = world() if comm is None else comm
         self.shard = Shard.of(num_classes, self.comm)
         self.sample_rate, self.head_optimizer, self.seed = sample_rate, head_optimizer, seed
-        self.block, self.cache_mb = block, cache_mb
+        self.block, self.cache_mb, self.cache_dtype = block, cache_mb, cache_dtype
+        self.weight_dtype = weight_dtype
         self.workspace = Workspace()
-        self.weight = nn.Parameter(init_rows(self.shard, (sub_centers, embedding_size), std=std, seed=seed))
+        self._batch_size: int | None = None  # of the last forward: equal on all ranks
+        self._make_weight((sub_centers, embedding_size), std)
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
         if head_optimizer is not None:
             for name, value in head_optimizer.state(self.weight.detach()).items():
                 self.register_buffer(f"row_{name}", value)
+        self.lag: Lag | None = None
+        if head_optimizer is not None and sample_rate < 1.0 and head_optimizer.unsampled_rows == "decayed":
+            head_optimizer.idle()
+            self.lag = Lag(torch.zeros(self.shard.size, dtype=torch.int32))
+            self.register_state_dict_pre_hook(_before_state_dict)
         self._mark()
+
+    def _make_weight(self, shape: tuple[int, int], std: float) -> None:
+        """The initial rows, block by block into tensors of their kind; `row_low`: lower halves of a split weight."""
+        size = (self.shard.size, *shape) if shape[0] > 1 else (self.shard.size, shape[1])
+        high = torch.empty(size, dtype=torch.float32 if self.weight_dtype == "fp32" else torch.bfloat16)
+        low = torch.empty(size, dtype=torch.int16) if self.weight_dtype == "split" else None
+        for at, rows in init_blocks(self.shard, shape, std=std, seed=self.seed):
+            if low is None:
+                high[at] = rows
+            else:
+                high[at], low[at] = split(rows)
+        self.weight = nn.Parameter(high)
+        if low is not None:
+            self.register_buffer("row_low", low)
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Mean loss over this rank's samples, a scalar.
@@ -70,20 +107,68 @@ class ClassParallelModule(nn.Module):
             embeddings: [B, D] floats, B the same on all ranks; labels: [B] int64 in [0, C), or -1 to ignore a sample.
         """
         with torch.autocast(embeddings.device.type, enabled=False):  # cosines and logits are never rounded to half
-            losses, everyone = self._losses(embeddings, labels)
-        return mean_over_valid(losses, everyone, self.comm)
+            return self._loss(embeddings, labels, "sum")
 
     def losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Loss of each of this rank's samples [B], 0 where ignored; for weights a sample or other reductions."""
         with torch.autocast(embeddings.device.type, enabled=False):
-            return self._losses(embeddings, labels)[0]
+            return self._loss(embeddings, labels, "none")
 
-    def _losses(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses of this rank's samples [B] and the labels of all ranks [N]."""
+    def _loss(self, embeddings: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        """Loss of each of this rank's samples [B], or their mean as `sample_factors` has it for reduction "sum"."""
         raise NotImplementedError
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What losses are computed in, whatever the weight is kept in."""
+        return self.weight.dtype if is_wide(self.weight) else torch.float32
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of this rank's weight as floats: [n, (K,) D], as exact as they are kept; no gradient."""
+        self.catch_up()
+        kept, low = self.weight.detach()[start:stop], self.row_state().get("low")
+        return kept.to(self.dtype) if low is None else join(kept, low[start:stop])
+
+    def bytes_per_class(self) -> float:
+        """Bytes a class takes between steps: its row of the weight and of the row optimizer's state."""
+        kept = [self.weight, *self.row_state().values()]
+        return float(sum(math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in kept))
+
+    def catch_up(self, rows: Tensor | None = None) -> None:
+        """Takes the steps that rows [R] (None: all) have missed while they were not sampled; local, no collective.
+
+        Happens by itself before a row is used in a loss or a search, in eval() and before a state_dict is made.
+        """
+        if self.lag is None:
+            return
+        weight, state, rounding = self.weight.data, self.row_state(), self._rounding(again=True)
+        if rows is None or self.lag.clock >= LAG_LIMIT:
+            self.lag.catch_up_all(weight, state, rounding)
+        else:
+            self.lag.catch_up(weight, state, rows, rounding)
+
+    def train(self: Self, mode: bool = True) -> Self:
+        if not mode:
+            self.catch_up()
+        return super().train(mode)
+
+    def _applied(self, rows: Tensor | None) -> None:
+        """Hears which rows were stepped."""
+        if self.lag is not None:
+            assert self.head_optimizer is not None
+            self.lag.met(self.head_optimizer, rows)
+
+    def _rounding(self, *, again: bool = False) -> Rounding | None:
+        """Where the random bits of this step come from, if the weight or its state loses any; `again`: other ones."""
+        lossy = (torch.bfloat16, torch.int8)
+        kept = [value.dtype for value in self.row_state().values()]
+        if self.weight_dtype != "bf16" and not any(dtype in lossy for dtype in kept):
+            return None
+        step = int(self.num_steps)
+        return Rounding(self.seed, ~step if again else step, self.shard.start)
+
     def row_state(self) -> dict[str, Tensor]:
-        """State of `head_optimizer`, tensors whose rows are this rank's classes."""
+        """State of `head_optimizer`, tensors whose rows are this rank's classes; "low" too of a split weight."""
         return {name[4:]: buffer for name, buffer in self.named_buffers(recurse=False) if name.startswith("row_")}
 
     def extra_repr(self) -> str:
@@ -100,9 +185,8 @@ class ClassParallelModule(nn.Module):
 
     def _block_for(self, num_samples: int) -> int:
         centers = self.sub_centers
-        return self.block or block_rows(
-            num_samples * centers, self.embedding_size * centers, self.weight.element_size()
-        )
+        device = self.weight.device.type
+        return self.block or block_rows(num_samples * centers, self.embedding_size * centers, device=device)
 
     def _mark(self) -> None:
         """Marks the cut tensors; again after whatever replaces them (a move, a copy)."""
@@ -111,7 +195,15 @@ class ClassParallelModule(nn.Module):
             mark(value, self.shard)
 
     def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
+        kept = [self.weight, *self.row_state().values()]
+        if any(t.dtype == torch.bfloat16 and fn(torch.empty(0, dtype=t.dtype)).dtype != t.dtype for t in kept):
+            raise ValueError(
+                "a head whose weight or state is kept in bfloat16 cannot change its dtype; move it with .to(device), "
+                "and choose what it is kept in by weight_dtype and state_dtype"
+            )
         super()._apply(fn, recurse)
+        if self.lag is not None:
+            self.lag.touched = fn(self.lag.touched)
         self._mark()
         return self
 
@@ -137,34 +229,48 @@ class ClassParallelModule(nn.Module):
         self._mark()
 
 
-def init_rows(shard: Shard, shape: tuple[int, int], *, std: float, seed: int) -> Tensor:
-    """This shard's rows of a N(0, std) weight [C, K, D] ([C, D] if K is 1), the same whatever the world size."""
+def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """What is saved has missed nothing: whoever loads it begins to count anew."""
+    assert isinstance(module, ClassParallelModule)
+    module.catch_up()
+
+
+def init_blocks(shard: Shard, shape: tuple[int, int], *, std: float, seed: int) -> Iterator[tuple[slice, Tensor]]:
+    """This shard's rows of a N(0, std) weight [C, K, D] ([C, D] if K is 1) in blocks; no world size changes it."""
     centers, dim = shape
-    weight = torch.empty(shard.size, centers * dim)
     for block in range(shard.start // BLOCK, -(-shard.stop // BLOCK) if shard.size else 0):
         generator = torch.Generator().manual_seed(int(mix(int(mix(seed)) + block)))
         first, last = block * BLOCK, min((block + 1) * BLOCK, shard.total)
-        rows = torch.randn(last - first, centers * dim, generator=generator)
+        rows = torch.randn(last - first, centers * dim, generator=generator) * std
         low, high = max(first, shard.start), min(last, shard.stop)
-        weight[low - shard.start : high - shard.start] = rows[low - first : high - first]
-    weight *= std
-    return weight if centers == 1 else weight.view(shard.size, centers, dim)
+        part = rows[low - first : high - first]
+        yield slice(low - shard.start, high - shard.start), part if centers == 1 else part.view(-1, centers, dim)
 
 
-def block_rows(num_samples: int, row_size: int, element_size: int) -> int:
-    """Classes of one pass so that its buffers stay near 32 MiB: a power of two in [256, 16384]."""
-    rows = _WORK_BYTES // (element_size * (num_samples + 2 * row_size))
+def block_rows(num_samples: int, row_size: int, *, device: str = "cpu") -> int:
+    """Classes of one pass so that its buffers stay near 8 MiB (32 on a GPU): a power of two in [256, 16384]."""
+    rows = (_WORK_BYTES if device == "cpu" else _GPU_WORK_BYTES) // (4 * (num_samples + 2 * row_size))
     return min(max(1 << max(rows, 1).bit_length() - 1, 256), 16384)
 
 
-def check_batch(embeddings: Tensor, labels: Tensor, weight: Tensor, comm: Communicator) -> None:
-    """Shapes, dtypes and, where it is cheap (CPU), the batch size of all ranks."""
-    embedding_size = weight.shape[-1]
-    if weight.dtype not in (torch.float32, torch.float64):
+def check_weight(weight: Tensor, weight_dtype: str) -> None:
+    """The weight must be what it was made as, or double."""
+    if not is_wide(weight) and weight_dtype == "fp32":
         raise ValueError(
             f"the classifier's weight is {weight.dtype}, expected float32 or float64: its logits must not be rounded "
-            "to half precision; leave it in float32 and run the backbone under autocast"
+            "to half precision; leave it in float32 and run the backbone under autocast, or make the head with "
+            "weight_dtype 'bf16' or 'split'"
         )
+
+
+def check_batch(
+    embeddings: Tensor, labels: Tensor, weight: Tensor, comm: Communicator, *, known_size: int | None
+) -> int:
+    """Shapes, dtypes and, on a CPU where this rank's batch is not of `known_size`, that of all ranks; returns it.
+
+    In a run of equal batches that is one comparison; a GPU takes none.
+    """
+    embedding_size = weight.shape[-1]
     if embeddings.dim() != 2 or embeddings.shape[1] != embedding_size:
         raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}, expected [batch, {embedding_size}]")
     if not embeddings.is_floating_point():
@@ -173,7 +279,7 @@ def check_batch(embeddings: Tensor, labels: Tensor, weight: Tensor, comm: Commun
         raise ValueError(f"labels are {labels.dtype}, expected torch.int64 class ids; convert them with .long()")
     if labels.shape != (len(embeddings),):
         raise ValueError(f"labels have shape {tuple(labels.shape)}, expected [{len(embeddings)}] as the embeddings")
-    if comm.world_size > 1 and comm.device.type == "cpu":
+    if comm.world_size > 1 and comm.device.type == "cpu" and len(labels) != known_size:
         sizes = comm.all_gather(torch.tensor([len(labels)])).wait().tolist()
         if len(set(sizes)) > 1:
             other = next(rank for rank, size in enumerate(sizes) if size != sizes[0])
@@ -181,6 +287,7 @@ def check_batch(embeddings: Tensor, labels: Tensor, weight: Tensor, comm: Commun
                 f"batch sizes differ between ranks: rank 0 has {sizes[0]}, rank {other} has {sizes[other]}; "
                 "use drop_last or Fleet.loader"
             )
+    return len(labels)
 
 
 def check_labels(labels: Tensor, num_classes: int, comm: Communicator) -> None:
@@ -198,10 +305,11 @@ def check_labels(labels: Tensor, num_classes: int, comm: Communicator) -> None:
         )
 
 
-def mean_over_valid(losses: Tensor, labels: Tensor, comm: Communicator) -> Tensor:
-    """Mean over this rank's samples such that the mean over ranks is the mean over all valid samples.
+def sample_factors(labels: Tensor, comm: Communicator, dtype: torch.dtype, reduction: str) -> Tensor:
+    """What each loss of the global batch is multiplied by, [N]: 0 where the sample is ignored, else 1 for "none".
 
-    losses: [B] of this rank, labels: [N] of all ranks. sum * W / (number valid); 0 if no sample is valid.
+    For "sum" W / (number of valid samples): then the mean over ranks of their sums is the mean over all valid samples.
     """
-    valid = (labels != IGNORE).sum().clamp_min(1)
-    return losses.sum() * (comm.world_size / valid.to(losses.dtype))
+    valid = labels != IGNORE
+    factors = valid.to(dtype)
+    return factors if reduction == "none" else factors * (comm.world_size / factors.sum().clamp_min(1))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from plsc.comm import Communicator
-from plsc.nn.class_parallel import IGNORE, ClassParallelModule, check_batch, check_labels
+from plsc.nn.class_parallel import IGNORE, ClassParallelModule, check_batch, check_labels, check_weight, sample_factors
 from plsc.nn.margins import ArcFace, Margin
-from plsc.ops.cross_entropy import Problem, Scoring, sharded_cross_entropy
+from plsc.ops.cross_entropy import sharded_cross_entropy
+from plsc.ops.formats import is_wide
 from plsc.ops.optim import RowOptimizer
 from plsc.ops.packing import gather_packed
 from plsc.ops.sampling import sample_classes
-from plsc.ops.topk import class_topk
+from plsc.ops.sweep import Problem, Scoring
+from plsc.ops.topk import class_topk, split_topk
+
+TOPK_ROWS = 4096  # of a weight in fewer bits that are turned into floats at once
 
 
 class ClassParallelHead(ClassParallelModule):
@@ -29,11 +34,14 @@ class ClassParallelHead(ClassParallelModule):
         sub_centers: K centres a class, the nearest counts (Deng et al., ECCV 2020); weight is then [C_local, K, D].
         filter_threshold: negatives with a larger cosine count as cosine 0 (inter-class filtering of partial FC).
         head_optimizer: plsc.SGD/AdamW/LARS: updates the rows that took part inside the backward pass. The weight's
-            `.grad` then stays None, and unsampled rows and their state stay untouched; a torch optimizer over the whole
-            weight would move them by weight decay and momentum.
+            `.grad` then stays None, and unsampled rows and their state stay untouched, or as its `unsampled` says;
+            a torch optimizer over the whole weight would move them by weight decay and momentum, and read them all.
+        weight_dtype: how the weight is kept, "fp32" | "split" (exact floats; products are made with their upper halves,
+            bfloat16) | "bf16" (rounded at random); the last two need a head_optimizer. See also SGD's state_dtype.
         seed: initial centres and class sampling depend on (seed, class id, step) alone, never on the rank.
         block: classes of one pass, by default from a memory budget.
         cache_mb: exponentials kept for the backward at most (MiB); the rest is computed anew.
+        cache_dtype: "fp32" | "bf16": twice as many of them, and gradients of the weight to three digits.
     """
 
     def __init__(
@@ -47,9 +55,11 @@ class ClassParallelHead(ClassParallelModule):
         sub_centers: int = 1,
         filter_threshold: float | None = None,
         head_optimizer: RowOptimizer | None = None,
+        weight_dtype: str = "fp32",
         seed: int = 0,
         block: int | None = None,
         cache_mb: float = 256.0,
+        cache_dtype: str = "fp32",
     ) -> None:
         super().__init__(
             embedding_size,
@@ -58,18 +68,21 @@ class ClassParallelHead(ClassParallelModule):
             sub_centers=sub_centers,
             sample_rate=sample_rate,
             head_optimizer=head_optimizer,
+            weight_dtype=weight_dtype,
             seed=seed,
             block=block,
             cache_mb=cache_mb,
+            cache_dtype=cache_dtype,
         )
         if filter_threshold is not None and not -1.0 < filter_threshold <= 1.0:
             raise ValueError(f"filter_threshold is {filter_threshold}, expected a cosine in (-1, 1]")
         self.margin = ArcFace() if margin is None else margin
         self.filter_threshold = filter_threshold
 
-    def _losses(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        check_batch(embeddings, labels, self.weight, self.comm)
-        margin, dtype = self.margin, self.weight.dtype
+    def _loss(self, embeddings: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        check_weight(self.weight, self.weight_dtype)
+        self._batch_size = check_batch(embeddings, labels, self.weight, self.comm, known_size=self._batch_size)
+        margin, dtype = self.margin, self.dtype
         training = self.training and torch.is_grad_enabled()
         unit, norms = normalize(embeddings.to(dtype))
         wire = unit.to(embeddings.dtype) if embeddings.dtype in (torch.float16, torch.bfloat16) else unit
@@ -79,6 +92,8 @@ class ClassParallelHead(ClassParallelModule):
         if training and self.sample_rate < 1.0:
             step = int(self.num_steps)
             rows, place = sample_classes(y, self.shard, rate=self.sample_rate, seed=self.seed, step=step)
+        self.catch_up(rows)
+        rounding = self._rounding() if training else None
         if training:
             self.num_steps += 1
         scoring = Scoring(
@@ -99,14 +114,22 @@ class ClassParallelHead(ClassParallelModule):
             rows=rows,
             block=self._block_for(len(x)),
             cache_bytes=int(self.cache_mb * 2**20),
+            cache_half=self.cache_dtype == "bf16",
             optimizer=self.head_optimizer,
             state=self.row_state(),
+            rounding=rounding,
+            applied=self._applied,
             observe=(lambda own: self._observe(own, y, all_norms)) if training else None,
             workspace=self.workspace,
         )
-        loss = sharded_cross_entropy(unit, norms if margin.needs_norms else None, self.weight, None, problem)
+        factors = sample_factors(y, self.comm, unit.dtype, reduction)
+        own_norms = norms if margin.needs_norms else None
+        loss = sharded_cross_entropy(unit, own_norms, self.weight, None, problem, factors=factors, reduction=reduction)
         extra = margin.regularizer(norms)
-        return torch.where(labels == IGNORE, 0.0, loss if extra is None else loss + extra), y
+        if extra is None:
+            return loss
+        extra = extra * factors[self.comm.rank * len(labels) :][: len(labels)]
+        return loss + (extra.sum() if reduction == "sum" else extra)
 
     def _observe(self, own: Tensor | None, labels: Tensor, norms: Tensor) -> None:
         """Lets the margin update its running statistics, from the valid samples of the global batch."""
@@ -117,8 +140,15 @@ class ClassParallelHead(ClassParallelModule):
     @torch.no_grad()
     def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k nearest classes: cosines [B, k] and global class ids [B, k]; all ranks call it with the same B."""
-        unit, _ = normalize(embeddings.to(self.weight.dtype))
-        return class_topk(unit, self.weight, k, comm=self.comm, shard=self.shard)
+        self.catch_up()
+        unit, _ = normalize(embeddings.to(self.dtype))
+        if is_wide(self.weight):
+            return class_topk(unit, self.weight, k, comm=self.comm, shard=self.shard)
+        if not 1 <= k <= self.num_classes:
+            raise ValueError(f"k is {k}, expected 1 to num_classes = {self.num_classes}")
+        starts = range(0, self.shard.size, TOPK_ROWS)
+        blocks = (F.normalize(self.rows(at, at + TOPK_ROWS), dim=-1) for at in starts)
+        return split_topk(unit, blocks, k, comm=self.comm, shard=self.shard)
 
 
 def normalize(embeddings: Tensor) -> tuple[Tensor, Tensor]:

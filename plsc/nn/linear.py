@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from plsc.comm import Communicator, mark
-from plsc.nn.class_parallel import IGNORE, ClassParallelModule, check_batch, check_labels
-from plsc.ops.cross_entropy import Problem, Scoring, sharded_cross_entropy
+from plsc.nn.class_parallel import ClassParallelModule, check_batch, check_labels, check_weight, sample_factors
+from plsc.ops.cross_entropy import sharded_cross_entropy
 from plsc.ops.packing import gather_packed
+from plsc.ops.sweep import Problem, Scoring
 from plsc.ops.topk import class_topk
 
 
@@ -41,8 +42,9 @@ class ClassParallelLinear(ClassParallelModule):
         self.bias: nn.Parameter | None
         self._mark()
 
-    def _losses(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        check_batch(embeddings, labels, self.weight, self.comm)
+    def _loss(self, embeddings: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        check_weight(self.weight, self.weight_dtype)
+        self._batch_size = check_batch(embeddings, labels, self.weight, self.comm, known_size=self._batch_size)
         x, y = gather_packed([embeddings, labels], self.comm)  # [N, D], [N]
         check_labels(y, self.num_classes, self.comm)
         if self.training and torch.is_grad_enabled():
@@ -57,11 +59,12 @@ class ClassParallelLinear(ClassParallelModule):
             grad_scale=1.0 / self.comm.world_size,
             block=self._block_for(len(x)),
             cache_bytes=int(self.cache_mb * 2**20),
+            cache_half=self.cache_dtype == "bf16",
             workspace=self.workspace,
         )
         local = embeddings.to(self.weight.dtype)
-        loss = sharded_cross_entropy(local, None, self.weight, self.bias, problem)
-        return torch.where(labels == IGNORE, 0.0, loss), y
+        factors = sample_factors(y, self.comm, local.dtype, reduction)
+        return sharded_cross_entropy(local, None, self.weight, self.bias, problem, factors=factors, reduction=reduction)
 
     @torch.no_grad()
     def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:

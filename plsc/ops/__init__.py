@@ -3,7 +3,7 @@
 from plsc.ops.collective import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, scale_grad
 from plsc.ops.optim import LARS, SGD, AdamW, RowOptimizer, deferred_updates, merge_updates
 from plsc.ops.sampling import sample_classes
-from plsc.ops.topk import class_topk
+from plsc.ops.topk import block_topk, class_topk, split_topk
 
 __all__ = [
     "LARS",
@@ -13,6 +13,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "block_topk",
     "broadcast",
     "class_topk",
     "deferred_updates",
@@ -20,4 +21,5 @@ __all__ = [
     "reduce_scatter",
     "sample_classes",
     "scale_grad",
+    "split_topk",
 ]

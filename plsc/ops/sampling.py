@@ -26,9 +26,13 @@ def mix(x: Tensor | int) -> Tensor:
 
 def block_keys(seed: int, step: int, blocks: Tensor) -> Tensor:
     """One 32-bit key for each block of classes, from (seed, step, block) alone."""
+    return mix(blocks ^ step_key(seed, step).to(blocks.device))
+
+
+def step_key(seed: int, step: int) -> Tensor:
+    """A 32-bit key from (seed, step)."""
     low, high = struct.unpack("<II", struct.pack("<q", seed))
-    key = mix(mix(mix(low) ^ high) ^ step)
-    return mix(blocks ^ key.to(blocks.device))
+    return mix(mix(mix(low) ^ high) ^ step)
 
 
 def permute(keys: Tensor, position: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import plsc.nn as nn
-from plsc.comm import Communicator, Shard, run_ranks
+from plsc.comm import Communicator, Counting, Shard, run_ranks
 from plsc.ops import LARS, SGD, AdamW, deferred_updates, merge_updates, sample_classes
 
 WORLDS = [1, 2, 3, 4, 6]
@@ -70,7 +70,8 @@ def reference_losses(
     rest = torch.logsumexp(
         logits.scatter(1, index, -math.inf), 1
     )  # log_softmax - 1 would cancel where the own class wins
-    losses = F.softplus(rest - margin.scale * target)
+    excess = rest - margin.scale * target
+    losses = torch.logaddexp(excess, torch.zeros_like(excess))  # softplus is cut to x above 20
     extra = margin.regularizer(norms)
     return torch.where(valid, losses if extra is None else losses + extra, 0.0)
 
@@ -92,9 +93,18 @@ def step(comm: Communicator, margin: str, weight: Tensor, x: Tensor, y: Tensor, 
     return loss.detach(), local.grad, head.weight.grad, head
 
 
-def check(world: int, margin: str, *, centers: int = 1, rows_of=None, threshold=None, **options: object) -> None:
-    x, y = batch()
-    weight = full_weight(centers)
+def check(
+    world: int,
+    margin: str,
+    *,
+    centers: int = 1,
+    classes: int = CLASSES,
+    rows_of=None,
+    threshold=None,
+    **options: object,
+) -> None:
+    x, y = (value[: BATCH // world * world] for value in batch(classes=classes))
+    weight = full_weight(centers, classes)
     results = run_ranks(world, step, margin, weight, x, y, {"filter_threshold": threshold, **options})
     ref_x, ref_w = x.clone().requires_grad_(), weight.clone().requires_grad_()
     rows = None if rows_of is None else rows_of(y)
@@ -151,6 +161,81 @@ def test_sub_centers(world: int, margin: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_inter_class_filter(world: int) -> None:
     check(world, "cos", threshold=0.2, block=4)
+
+
+def close_to_float64(world: int, margin: str, rate: float, dtype: torch.dtype, rtol: float, **options: object) -> None:
+    """Loss, dx and the weight after a fused step, computed with float32 from embeddings of `dtype`, against float64."""
+    x, y = batch()
+    x, weight = x.to(dtype), full_weight().float()
+    rows = sample_classes(y, Shard(CLASSES, 0, 1), rate=rate, seed=3, step=0)[0] if rate < 1 else None
+
+    def run(comm: Communicator) -> tuple:
+        kept = {"sample_rate": rate, "seed": 3, "head_optimizer": SGD(0.5, 1e-3, momentum=0.9), **options}
+        head = nn.ClassParallelHead(DIM, CLASSES, margin=make_margin(margin), comm=comm, **kept)
+        head.weight.data.copy_(weight[head.shard.start : head.shard.stop])
+        own = Shard.of(BATCH, comm)
+        local = x[own.start : own.stop].clone().requires_grad_()
+        loss = head(local, y[own.start : own.stop])
+        loss.backward()
+        return loss.detach(), local.grad, head.weight.detach()
+
+    results = run_ranks(world, run)
+    ref_x, ref_w = x.double().requires_grad_(), weight.double().requires_grad_()
+    mean = reference_losses(make_margin(margin).double(), ref_x, y, ref_w, rows=rows).sum() / (y >= 0).sum()
+    mean.backward()
+    moved = torch.arange(CLASSES) if rows is None else rows
+    stepped = weight.double()
+    stepped[moved] -= 0.5 * (ref_w.grad + 1e-3 * ref_w.detach())[moved]
+    assert torch.stack([r[0] for r in results]).mean().item() == pytest.approx(mean.item(), rel=rtol)
+    grad_x = torch.cat([r[1] for r in results]).double() / world
+    assert (grad_x - ref_x.grad).norm() < rtol * ref_x.grad.norm()
+    change = torch.cat([r[2] for r in results]).double() - weight.double()
+    assert (change - (stepped - weight.double())).norm() < rtol * (stepped - weight.double()).norm()
+
+
+@pytest.mark.parametrize("world", [1, 3, 6])
+@pytest.mark.parametrize("margin", MARGIN_NAMES)
+@pytest.mark.parametrize("rate", [1.0, 0.4])
+def test_float32_is_close_to_float64(world: int, margin: str, rate: float) -> None:
+    """The kernels', where they are built, which float64 never meets."""
+    close_to_float64(world, margin, rate, torch.float32, 2e-5)
+
+
+@pytest.mark.parametrize("margin", ["arc", "curricular"])
+@pytest.mark.parametrize("options", [{"block": 3, "cache_mb": 0.0}, {"block": 5}, {"sub_centers": 1, "block": 1}])
+def test_float32_blocks(margin: str, options: dict) -> None:
+    close_to_float64(2, margin, 1.0, torch.float32, 2e-5, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("margin", MARGIN_NAMES)
+def test_half_embeddings_are_close_to_float64(margin: str, dtype: torch.dtype) -> None:
+    """Unit rows travel in the embeddings' dtype: that rounding, times the scale, is what remains."""
+    close_to_float64(2, margin, 1.0, dtype, 0.08 if dtype == torch.bfloat16 else 0.012)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("more", [0, 1])
+def test_hardly_more_classes_than_ranks(world: int, more: int) -> None:
+    check(world, "arc", classes=world + more)
+
+
+@pytest.mark.parametrize("margin", MARGIN_NAMES)
+def test_one_sample_and_a_row_of_zeros(margin: str) -> None:
+    """A class whose row is zero has cosine 0 with everything, gets no pull along it, and is no reason for a NaN."""
+    x, _ = batch()
+    x, y, weight = x[3:4], torch.tensor([4]), full_weight()
+    weight[7] = 0
+    for dtype, rtol in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
+        head = build(run_ranks(1, lambda comm: comm)[0], make_margin(margin), weight).to(dtype)
+        local = x.to(dtype, copy=True).requires_grad_()
+        head(local, y).backward()
+        ref_x, ref_w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        reference_losses(make_margin(margin).double(), ref_x, y, ref_w).sum().backward()
+        others = [c for c in range(CLASSES) if c != 7]
+        torch.testing.assert_close(local.grad.double(), ref_x.grad, rtol=rtol, atol=rtol * 1e-2)
+        torch.testing.assert_close(head.weight.grad[others].double(), ref_w.grad[others], rtol=rtol, atol=rtol * 1e-2)
+        assert head.weight.grad.isfinite().all() and (head.weight.grad[7] == 0).all()
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -384,6 +469,41 @@ def test_all_ignored_gives_zero_and_one_rank_ignored_counts_right(world: int) ->
     assert losses[0] == pytest.approx(world * alone.item()) and losses[1:] == [0.0] * (world - 1)
 
 
+@pytest.mark.parametrize(("margin", "extra"), [("arc", 0), ("mag", 0), ("curricular", 2)])
+def test_three_collectives_a_step_whose_bytes_do_not_depend_on_the_classes(margin: str, extra: int) -> None:
+    """Embeddings with labels, sums with own logits, gradients.
+
+    CurricularFace needs the own cosines before; its logits reach 2 * scale, beyond exp's range: the largest one too.
+    """
+
+    def run(comm: Communicator, classes: int) -> tuple:
+        counting = Counting(comm)
+        head = nn.ClassParallelHead(DIM, classes, margin=make_margin(margin), comm=counting, head_optimizer=SGD(0.1))
+        for _ in range(2):  # the first compares the ranks' batch sizes as well
+            counting.reset()
+            head(torch.randn(6, DIM, requires_grad=True), torch.arange(6)).backward()
+        return dict(counting.calls), dict(counting.bytes)
+
+    few, many = run_ranks(3, run, 20)[0], run_ranks(3, run, 5000)[0]
+    assert few[0] == {"all_gather": 1, "all_reduce": 1 + extra, "reduce_scatter": 1}
+    assert few == many
+
+
+def test_mean_losses_scaled_differently_are_refused_on_every_rank_and_losses_are_not() -> None:
+    def run(comm: Communicator, by_sample: bool) -> str:
+        head = nn.ClassParallelHead(DIM, CLASSES, comm=comm)
+        x, y = torch.randn(4, DIM, requires_grad=True), torch.arange(4)
+        loss = head.losses(x, y).mean() if by_sample else head(x, y)
+        try:
+            (loss * (1.0 + 0.2 * comm.rank)).backward()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    assert all("scaled the head's mean loss differently" in text for text in run_ranks(3, run, False))
+    assert run_ranks(3, run, True) == ["", "", ""]
+
+
 def bad_calls() -> list:
     x, y = torch.randn(4, DIM), torch.tensor([0, 1, 2, 3])
     return [
@@ -537,6 +657,6 @@ def test_a_batch_of_one(dim: int, dtype: torch.dtype) -> None:
 def test_second_derivatives_are_refused() -> None:
     head = nn.ClassParallelHead(DIM, CLASSES)
     x = torch.randn(4, DIM, requires_grad=True)
-    (grad,) = torch.autograd.grad(head(x, torch.arange(4)), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.square().sum().backward()
+    for loss in (head(x, torch.arange(4)), head.losses(x, torch.arange(4)).sum()):
+        with pytest.raises(RuntimeError, match="gradients of gradients"):
+            torch.autograd.grad(loss, x, create_graph=True)

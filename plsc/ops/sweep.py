@@ -1,0 +1,448 @@
+"""The passes of the sharded cross-entropy over the blocks of one rank's classes: sums forward, gradients backward.
+
+The products are made with the rows as they are: a cosine is dot * inverse, with inverse = 1 / |w|, and what is kept
+of a block is E_ij f'(cos_ij) inverse_j, with E_ij = exp(z_ij - m). Then O = E w, and E.T @ x is already the gradient
+of w / |w| divided by |w|: no normalised copy of the weight, nor of its gradient, is ever made.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from plsc.comm import Communicator
+from plsc.ops import native
+from plsc.ops.formats import Rounding, is_wide
+from plsc.ops.optim import RowOptimizer, RowUpdate, State, apply_rows, collector, remove_radial
+
+_EXP_RANGE = {torch.float32: 78.0, torch.float64: 600.0}  # exp(+-range) summed over 1e8 classes stays in range
+
+
+class Workspace:
+    """Named buffers that live between steps: a fresh mapping of big temporaries costs more than their arithmetic."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self.owner: object = None  # whose exponentials the cache holds: a later forward takes it over
+
+    def get(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """An uninitialised tensor of the given shape, dtype and device of `like`, from a buffer that only grows."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != like.dtype or buffer.device != like.device:
+            buffer = torch.empty(size, dtype=like.dtype, device=like.device)
+            self._buffers[name] = buffer
+        return buffer[:size].view(shape)
+
+    def __deepcopy__(self, memo: object) -> Workspace:
+        return Workspace()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_buffers": {}, "owner": None}
+
+
+@dataclass
+class Scoring:
+    """How an inner product becomes a logit.
+
+    `target` maps own-class cosines [M] (and norms [M] if given) to the margin's cosines; `others` is elementwise on a
+    block [N, n] given the own-class cosines [N, 1]; `bound` is the largest magnitude others can give, inf if unknown.
+    """
+
+    scale: float = 1.0
+    normalize: bool = True  # cosines; False: plain inner products
+    target: Callable[..., Tensor] | None = None
+    others: Callable[[Tensor, Tensor], Tensor] | None = None
+    bound: float = 1.0
+    filter_threshold: float | None = None  # negatives with a cosine above it count as cosine 0
+
+
+@dataclass
+class Problem:
+    """One step's batch and the part of the weight that meets it; everything a sweep over the blocks needs."""
+
+    comm: Communicator
+    scoring: Scoring
+    x: Tensor  # [N, D] embeddings of the global batch, unit length if cosines
+    place: Tensor  # [N] row of the own class among `rows`, or -1 where another rank has it or it is ignored
+    norms: Tensor | None  # [N] length of the embeddings before normalisation
+    num_classes: int
+    grad_scale: float = 1.0  # applied to the weight's gradient
+    rows: Tensor | None = None  # [R] rows that take part; None: all
+    block: int = 4096
+    cache_bytes: int = 0
+    cache_half: bool = False  # keep the exponentials in bfloat16
+    optimizer: RowOptimizer | None = None
+    state: State = field(default_factory=dict)
+    rounding: Rounding | None = None  # of a weight or state that loses bits
+    applied: Callable[[Tensor | None], None] | None = None  # is told the rows that the optimizer has stepped
+    observe: Callable[[Tensor | None], None] | None = None  # sees the own cosines [N] before target is called
+    thread: int = field(default_factory=threading.get_ident)
+    workspace: Workspace = field(default_factory=Workspace)
+
+
+class Sweep:
+    """Two passes over one rank's classes."""
+
+    def __init__(self, problem: Problem, weight: Tensor, bias: Tensor | None) -> None:
+        self.problem, self.parameter = problem, weight  # the parameter itself: updates of one weight are told by it
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.centers = weight.shape[1] if weight.dim() == 3 else 1
+        self.num_rows = len(weight) if problem.rows is None else len(problem.rows)
+        self.num_samples = len(problem.x)
+        self.released = False
+        self.cache: dict[int, Tensor] = {}
+        self.maxima: dict[int, Tensor] = {}  # [N] the shift a cached block was made with, where it moves
+        scoring = problem.scoring
+        self.constant_shift = scoring.scale * scoring.bound <= _EXP_RANGE[problem.x.dtype]
+        self.constant = math.log(max(problem.num_classes, 1)) / 2
+        self.shift = problem.x.new_full((self.num_samples,), self.constant if self.constant_shift else -math.inf)
+        self.total = problem.x.new_zeros(self.num_samples)
+        self.own = problem.x.new_zeros(self.num_samples)  # own logits
+        self.own_center: Tensor | None = None  # [M] the nearest sub-centre
+        self.own_cos: Tensor | None = None  # [N] of all ranks' classes, where `others` needs it
+        self.output: Tensor | None = None
+        # Where nothing stands between cosine and logit the product gives logits at once.
+        self.plain = scoring.others is None and scoring.filter_threshold is None and self.bias is None
+        self.direct = self.plain and self.constant_shift and scoring.normalize and self.centers == 1
+        self.left = problem.x * scoring.scale if self.plain else problem.x  # [N, D]
+        self.place = problem.place.contiguous()
+        self.mine = (self.place >= 0).nonzero().squeeze(1)  # [M] samples whose class this rank holds
+        self.mine_rows = self.place[self.mine]  # [M]
+        order = self.mine_rows.argsort()
+        self.mine, self.mine_rows = self.mine[order], self.mine_rows[order]
+        starts = torch.arange(0, self.num_rows + problem.block, problem.block, device=self.mine.device)
+        self.mine_bounds = torch.searchsorted(self.mine_rows, starts).tolist()  # own classes of block b: [b], [b + 1]
+
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """(index, start, stop) of each block of the rows that take part."""
+        step = self.problem.block
+        return [(i, at, min(at + step, self.num_rows)) for i, at in enumerate(range(0, self.num_rows, step))]
+
+    def release(self) -> None:
+        self.released = True
+        self.cache, self.maxima, self.output = {}, {}, None
+
+    # ---- forward
+
+    def forward(self, *, keep_output: bool, keep_cache: bool) -> None:
+        problem = self.problem
+        problem.workspace.owner = self
+        self._own_classes()
+        if keep_output:
+            self.output = torch.zeros_like(problem.x)
+        self._plan_cache(keep_cache)
+        for index, start, stop in self.blocks():
+            self._sum_block(index, start, stop)
+        if not self.constant_shift:
+            self._agree_on_shift()
+        packed = torch.stack([self.total, self.own])
+        self.total, self.own = problem.comm.all_reduce(packed).wait().unbind(0)
+
+    def excess(self) -> Tensor:
+        """How far log of the others' sum lies above the own logit: [N]; the loss is its softplus."""
+        return self.total.clamp_min(torch.finfo(self.total.dtype).tiny).log() + self.shift - self.own
+
+    def _own_classes(self) -> None:
+        """Own-class cosines of the samples this rank holds, their margin and its slopes; zeros elsewhere."""
+        problem, scoring = self.problem, self.problem.scoring
+        w_own = self.weight[self._rows_of(self.mine_rows)].to(problem.x.dtype)  # [M, (K,) D]
+        x_own = problem.x[self.mine]
+        self.own_inverse = _inverse_norm(w_own) if scoring.normalize else torch.ones_like(w_own[..., :1])
+        self.own_unit = w_own * self.own_inverse
+        dots = torch.einsum("md,m...d->m...", x_own, self.own_unit)  # [M, (K)]
+        if dots.dim() == 2:
+            cos, self.own_center = dots.max(1)
+            each = torch.arange(len(cos), device=cos.device)
+            self.own_unit = self.own_unit[each, self.own_center]
+            self.own_inverse = self.own_inverse[each, self.own_center]
+        else:
+            cos = dots
+        if self.bias is not None:
+            cos = cos + self.bias[self._rows_of(self.mine_rows)]
+        if scoring.others is not None:
+            everyone = problem.x.new_zeros(self.num_samples)
+            everyone[self.mine] = cos
+            self.own_cos = problem.comm.all_reduce(everyone).wait()
+        if problem.observe is not None:
+            problem.observe(self.own_cos)
+        self.own[self.mine] = scoring.scale * self._target(cos)
+
+    def _target(self, cos: Tensor) -> Tensor:
+        """The margin's cosines [M]; keeps their slopes against cosine and norm for the backward."""
+        problem, target = self.problem, self.problem.scoring.target
+        self.cos_slope, self.norm_slope = torch.ones_like(cos), None
+        if target is None or len(cos) == 0:
+            return cos
+        with torch.enable_grad():
+            cos = cos.detach().requires_grad_()
+            inputs = [cos]
+            if problem.norms is not None:
+                inputs.append(problem.norms[self.mine].detach().requires_grad_())
+            moved = target(*inputs)
+            if moved.shape != cos.shape:
+                raise ValueError(f"margin target gave shape {tuple(moved.shape)}, expected {tuple(cos.shape)}")
+            slopes = torch.autograd.grad(moved.sum(), inputs, allow_unused=True) if moved.requires_grad else [None] * 2
+        self.cos_slope = torch.zeros_like(cos) if slopes[0] is None else slopes[0]
+        self.norm_slope = slopes[1] if len(inputs) > 1 else None
+        return moved.detach()
+
+    def _plan_cache(self, keep_cache: bool) -> None:
+        """The first blocks keep their exponentials until the backward, as far as the byte budget goes."""
+        problem = self.problem
+        width = 2 if problem.cache_half else problem.x.element_size()
+        block_bytes = self.num_samples * min(problem.block, self.num_rows) * self.centers * width
+        self.num_cached = problem.cache_bytes // max(block_bytes, 1) if keep_cache else 0
+
+    def _sum_block(self, index: int, start: int, stop: int) -> None:
+        keep = index < self.num_cached
+        name = f"cache{index}" if keep and not self.problem.cache_half else "exponentials"
+        rows, inverse = self._rows_between(start, stop)
+        if self.direct:
+            spread = self._direct_block(start, rows, inverse, name, self.total)
+        else:
+            raw, slope, center = self._logits(start, rows, inverse, name)
+            if not self.constant_shift and stop > start:
+                self._raise_shift(raw.amax(1))
+            exponentials = self._exponentials(raw, self.shift)
+            self.total += exponentials.sum(1)
+            spread = self._spread(exponentials, slope, center, inverse)
+        if self.output is not None:
+            self.output.addmm_(spread, rows.flatten(0, -2))
+        if keep:
+            self._keep(index, spread)
+
+    def _keep(self, index: int, spread: Tensor) -> None:
+        if self.problem.cache_half:
+            half = spread.new_empty(0, dtype=torch.bfloat16)
+            spread = self.problem.workspace.get(f"cache{index}", half, *spread.shape).copy_(spread)
+        self.cache[index] = spread
+        if not self.constant_shift:
+            self.maxima[index] = self.shift
+
+    def _raise_shift(self, largest: Tensor) -> None:
+        """The largest logit so far becomes the shift; what was summed with a lower one shrinks."""
+        top = torch.maximum(self.shift, largest)
+        shrink = torch.exp(self.shift - top).nan_to_num_(nan=0.0)  # -inf - -inf: nothing summed so far
+        self.shift = top
+        self._shrink(shrink)
+
+    def _agree_on_shift(self) -> None:
+        """The largest logit over all ranks becomes everybody's shift."""
+        local = self.shift
+        self.shift = self.problem.comm.all_reduce(local.clone(), "max").wait()
+        self.shift = torch.where(self.shift.isinf(), 0.0, self.shift)  # a lone class: no other logit anywhere
+        self._shrink(torch.exp(local - self.shift))
+
+    def _shrink(self, factor: Tensor) -> None:
+        self.total.mul_(factor)
+        if self.output is not None:
+            self.output.mul_(factor[:, None])
+
+    # ---- one block
+
+    def _rows_of(self, rows: Tensor) -> Tensor:
+        return rows if self.problem.rows is None else self.problem.rows[rows]
+
+    def _chosen(self, start: int, stop: int) -> Tensor | slice:
+        """Rows [start, stop) of those that take part, as numbers of the weight's rows."""
+        return slice(start, stop) if self.problem.rows is None else self.problem.rows[start:stop]
+
+    def _rows_between(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Rows [start, stop) of those that take part, [n, (K,) D], and 1 / length of each vector [n * K] if cosines.
+
+        A view of the weight where that will do, else in a buffer that is reused by the next block.
+        """
+        problem, like = self.problem, self.problem.x
+        out = inverse = None
+        if problem.rows is not None or self.weight.dtype != like.dtype:
+            out = problem.workspace.get("rows", like, stop - start, *self.weight.shape[1:])
+        if problem.scoring.normalize:
+            inverse = problem.workspace.get("inverse", like, (stop - start) * self.centers)
+        return native.read_rows(self.weight, self._chosen(start, stop), out=out, inverse=inverse), inverse
+
+    def _direct_block(self, start: int, rows: Tensor, inverse: Tensor | None, name: str, total: Tensor) -> Tensor:
+        """E * inverse [N, n] where the shift is constant and nothing stands between cosine and logit."""
+        assert inverse is not None
+        dots = self.problem.workspace.get(name, self.problem.x, self.num_samples, len(rows))
+        torch.mm(self.left, rows.T, out=dots)
+        return native.exponentials(dots, inverse, place=self.place, start=start, shift=self.constant, total=total)
+
+    def _logits(
+        self, start: int, rows: Tensor, inverse: Tensor | None, name: str
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Logits [N, n] of a block, -inf at own entries; d logit / d cosine over scale; the sub-centre that won."""
+        problem, scoring = self.problem, self.problem.scoring
+        flat = rows.flatten(0, -2)  # [n * K, D]
+        cos = problem.workspace.get(name, problem.x, self.num_samples, len(flat))
+        torch.mm(self.left, flat.T, out=cos)
+        if inverse is not None:
+            cos.mul_(inverse)
+        center = None
+        if self.centers > 1:
+            cos, center = cos.view(self.num_samples, len(rows), -1).max(2)
+        if self.bias is not None:
+            cos += self.bias[self._chosen(start, start + len(rows))]
+        slope = None
+        if scoring.filter_threshold is not None:
+            kept = cos <= scoring.filter_threshold
+            slope = kept.to(cos.dtype)
+            cos.mul_(slope)
+        if scoring.others is not None:
+            assert self.own_cos is not None
+            cos, inner = _elementwise(scoring.others, cos, self.own_cos[:, None])
+            slope = inner if slope is None else slope.mul_(inner)
+        if scoring.scale != 1.0 and not self.plain:
+            cos.mul_(scoring.scale)
+        native.leave_out(cos, self.place, start)
+        return cos, slope, center
+
+    def _exponentials(self, raw: Tensor, shift: Tensor) -> Tensor:
+        """exp(logit - shift) in place; a row that has met no finite logit yet stays 0."""
+        if self.constant_shift:
+            return raw.sub_(self.constant).exp_()
+        return raw.sub_(shift.clamp_min(torch.finfo(shift.dtype).min)[:, None]).exp_()
+
+    def _spread(
+        self, exponentials: Tensor, slope: Tensor | None, center: Tensor | None, inverse: Tensor | None
+    ) -> Tensor:
+        """[N, n] over classes -> [N, n * K] over vectors: E f' / |w| at the sub-centre that won, 0 elsewhere."""
+        if slope is not None:
+            exponentials.mul_(slope)
+        if center is not None:
+            wide = exponentials.new_zeros(*exponentials.shape, self.centers)
+            exponentials = wide.scatter_(2, center[:, :, None], exponentials[:, :, None]).flatten(1)
+        return exponentials if inverse is None else exponentials.mul_(inverse)
+
+    # ---- backward
+
+    def loss_gradient(self, factors: Tensor) -> tuple[Tensor, Tensor]:
+        """d sum(factors * loss) / d S and / d own logit, each [N]; with the sums of all ranks it takes no exchange."""
+        share = factors * torch.sigmoid(self.excess())  # factor * (1 - probability of the own class)
+        tiny = torch.finfo(self.total.dtype).tiny
+        return torch.where(self.total < tiny, 0.0, share / self.total.clamp_min(tiny)), -share
+
+    def input_gradient(self, g_total: Tensor, g_own: Tensor) -> Tensor:
+        """This rank's part of the gradient of all embeddings [N, D]."""
+        scale = self.problem.scoring.scale
+        assert self.output is not None
+        grad = self.output.mul_((scale * g_total)[:, None])
+        pull = (scale * g_own[self.mine]) * self.cos_slope  # [M]
+        return grad.index_add_(0, self.mine, self.own_unit * pull[:, None])
+
+    def norm_gradient(self, g_own: Tensor) -> Tensor:
+        """This rank's part of the gradient of all embeddings' norms [N]."""
+        grad = torch.zeros_like(g_own)
+        if self.norm_slope is not None:
+            grad[self.mine] = self.problem.scoring.scale * g_own[self.mine] * self.norm_slope
+        return grad
+
+    def weight_gradient(self, g_total: Tensor, g_own: Tensor, need_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Sweeps the blocks again: returns the gradients of weight and bias, or hands rows to the row optimizer."""
+        problem, factor = self.problem, self.problem.scoring.scale * self.problem.grad_scale
+        coefficient = factor * g_total  # [N]
+        pull = problem.x * coefficient[:, None]  # [N, D]
+        own_pull = factor * g_own[self.mine] * self.cos_slope  # [M]
+        own_rows = problem.x[self.mine] * (own_pull[:, None] * self.own_inverse)  # [M, D]
+        pending = None if problem.optimizer is None else collector(problem.thread)
+        fused = problem.optimizer is not None and pending is None
+        whole = grad_bias = None
+        if not fused:
+            whole = problem.x.new_empty(self.num_rows, *self.weight.shape[1:])
+        if need_bias:
+            assert self.bias is not None
+            grad_bias = torch.zeros_like(self.bias)
+        for index, start, stop in self.blocks():
+            spread, shrink = self._exponentials_again(index, start, stop)
+            shape = stop - start, *self.weight.shape[1:]
+            grad = problem.workspace.get("gradient", problem.x, *shape) if whole is None else whole[start:stop]
+            a = pull if shrink is None else pull * shrink[:, None]
+            torch.mm(spread.T, a, out=grad.view(-1, grad.shape[-1]))
+            own = slice(self.mine_bounds[index], self.mine_bounds[index + 1])
+            if own.start < own.stop:
+                self._add_own(grad, own_rows[own], own, start)
+            if grad_bias is not None:
+                part = spread.T @ (coefficient if shrink is None else coefficient * shrink)
+                part.index_add_(0, self.mine_rows[own] - start, own_pull[own])
+                grad_bias[self._chosen(start, stop)] = part
+            self._finish_block(grad, start, stop, fused)
+        if fused and problem.applied is not None:
+            problem.applied(problem.rows)
+        return self._deliver(whole, pending), grad_bias
+
+    def _finish_block(self, grad: Tensor, start: int, stop: int, fused: bool) -> None:
+        """Leads the gradient of a block from w / |w| to w; fused: steps its rows."""
+        problem, rows, normalize = self.problem, self._chosen(start, stop), self.problem.scoring.normalize
+        if fused:
+            assert problem.optimizer is not None
+            apply_rows(
+                problem.optimizer,
+                self.weight,
+                problem.state,
+                rows,
+                grad,
+                normalize=normalize,
+                rounding=problem.rounding,
+            )
+        elif normalize:
+            remove_radial(self.weight, rows, grad)
+
+    def _deliver(self, whole: Tensor | None, pending: list[RowUpdate] | None) -> Tensor | None:
+        problem = self.problem
+        if whole is None:
+            return None
+        if pending is not None:
+            assert problem.optimizer is not None
+            kept = problem.optimizer, self.parameter, problem.state
+            pending.append(RowUpdate(*kept, problem.rows, whole, problem.rounding, problem.applied))
+            return None
+        assert is_wide(self.weight), "a weight that is kept in fewer bits has a row optimizer"
+        if problem.rows is None:
+            return whole
+        return torch.zeros_like(self.weight).index_copy_(0, problem.rows, whole)
+
+    def _exponentials_again(self, index: int, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """What was kept of a block [N, n * K], cached or computed anew; and a row factor if any."""
+        problem = self.problem
+        if index in self.cache and problem.workspace.owner is self:
+            spread = self.cache[index]
+            if problem.cache_half:
+                spread = problem.workspace.get("exponentials", problem.x, *spread.shape).copy_(spread)
+            return spread, None if self.constant_shift else torch.exp(self.maxima[index] - self.shift)
+        rows, inverse = self._rows_between(start, stop)
+        if self.direct:
+            return self._direct_block(start, rows, inverse, "exponentials", torch.zeros_like(self.total)), None
+        raw, slope, center = self._logits(start, rows, inverse, "exponentials")
+        return self._spread(self._exponentials(raw, self.shift), slope, center, inverse), None
+
+    def _add_own(self, grad: Tensor, rows: Tensor, own: slice, start: int) -> None:
+        """Adds the own-class terms: one rank-1 row a sample."""
+        at = self.mine_rows[own] - start
+        if self.own_center is None:
+            grad.index_add_(0, at, rows)
+            return
+        flat = grad.view(-1, grad.shape[-1])
+        flat.index_add_(0, at * grad.shape[1] + self.own_center[own], rows)
+
+
+def _inverse_norm(rows: Tensor) -> Tensor:
+    """1 / length along the last dim, which is kept with size 1; 0 for a zero row."""
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return torch.where(norm > 0, 1 / norm, 0.0)
+
+
+def _elementwise(fn: Callable[[Tensor, Tensor], Tensor], cos: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Value and slope of an elementwise function of a block; own cosines count as constants."""
+    with torch.enable_grad():
+        leaf = cos.detach().requires_grad_()
+        value = fn(leaf, own)
+        if value.shape != cos.shape:
+            raise ValueError(f"margin others gave shape {tuple(value.shape)}, expected {tuple(cos.shape)}")
+        (slope,) = torch.autograd.grad(value.sum(), leaf)
+    value = value.detach()
+    return (value.clone() if value.data_ptr() == cos.data_ptr() else value), slope.contiguous()

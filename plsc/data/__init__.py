@@ -4,6 +4,7 @@ from plsc.data.clicks import CRITEO, Clicks, Columns, LibSVM, MultiSlot, Parquet
 from plsc.data.convert import convert, open_images, split
 from plsc.data.glyphs import Glyphs
 from plsc.data.images import ImageFolder, ImageList
+from plsc.data.keyvalue import LMDBImages
 from plsc.data.loader import Loader, batches
 from plsc.data.pairs import Pairs, make_pairs, read_pairs, write_pairs
 from plsc.data.parquet import ParquetImages
@@ -11,6 +12,7 @@ from plsc.data.reading import Dataset
 from plsc.data.recordio import RecordIO
 from plsc.data.records import RecordWriter
 from plsc.data.relabel import Relabelled
+from plsc.data.samples import Samples
 from plsc.data.synthetic import Synthetic
 from plsc.data.tar import TarShards
 from plsc.data.transforms import AUGMENTS, Augment
@@ -27,6 +29,7 @@ __all__ = [
     "Glyphs",
     "ImageFolder",
     "ImageList",
+    "LMDBImages",
     "LibSVM",
     "Loader",
     "MultiSlot",
@@ -37,6 +40,7 @@ __all__ = [
     "RecordIO",
     "RecordWriter",
     "Relabelled",
+    "Samples",
     "Synthetic",
     "TarShards",
     "VerificationSet",

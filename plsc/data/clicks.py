@@ -1,118 +1,77 @@
-"""Reads click logs: text lines of a label, numbers and categories, in batches of tensors, bounded memory, resumable."""
+"""Reads click logs: batches of numbers, hashed ids and clicks, by several processes, in bounded memory, resumable."""
 
 import glob
-import gzip
-import hashlib
 import logging
-import math
 import multiprocessing
-import queue
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import os
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 from os import PathLike, fspath
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.data.click_formats import (
+    CRITEO,
+    Columns,
+    Format,
+    Hasher,
+    LibSVM,
+    Lines,
+    MultiSlot,
+    Parquet,
+    Parsed,
+    parse_lines,
+    split_lines,
+)
+
+__all__ = ["CRITEO", "Clicks", "Columns", "Format", "LibSVM", "MultiSlot", "Parquet"]
+
 logger = logging.getLogger(__name__)
 
-Batch: TypeAlias = tuple[Tensor, Tensor, Tensor]  # dense float32 [B, num_dense], ids int64 [B, num_slots], clicked [B]
-Row: TypeAlias = tuple[bool, list[float], list[str]]  # clicked, numbers, a token for every slot
+# dense float32 [B, num_dense], ids int64 [B, num_slots] (MultiSlot: or [B, num_slots, num_ids]), clicked float32 [B]
+Batch: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 MOST_BAD = 0.01  # share of malformed lines above which reading stops
 ENOUGH_LINES = 1000  # to judge that share before the end
-CACHED_TOKENS = 1_000_000
+LEAST_WINDOW = 8192  # lines of a window, when several readers work: what a hand-over costs is spread over them
+SPLITS = ("all", "train", "test")
 
 
-class Format(Protocol):
-    """How a line is read: what a format of your own needs."""
+class Piece(NamedTuple):
+    """Some records of a file, as they are in it."""
 
-    @property
-    def num_dense(self) -> int: ...
-
-    @property
-    def num_slots(self) -> int: ...
-
-    @property
-    def header(self) -> bool: ...  # the first line of every file is not data
-
-    def parse(self, line: str) -> Row: ...  # ValueError: the line is malformed
+    file: int
+    numbers: np.ndarray  # of the records in the file, from 0
+    data: bytes
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Lines of columns, counted from 0. Missing numbers are 0; numbers become log(1 + x), below 0 they count as 0."""
+class Read(NamedTuple):
+    """What became of a window's records; `bad`: file, number, why."""
 
-    label: int
-    dense: Sequence[int]
-    sparse: Sequence[int]
-    delimiter: str = ","
-    header: bool = False
-    clicked: str = "1"
-    not_clicked: str = "0"
-    num_columns: int = 0  # 0: at least as many as are used
-
-    @property
-    def num_dense(self) -> int:
-        return len(self.dense)
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.sparse)
-
-    def parse(self, line: str) -> Row:
-        words = [word.strip() for word in line.split(self.delimiter)]
-        least = self.num_columns or 1 + max(self.label, *self.dense, *self.sparse)
-        if len(words) < least or (self.num_columns and len(words) > least):
-            raise ValueError(f"got {len(words)} columns, expected {least}")
-        label = words[self.label]
-        if label not in (self.clicked, self.not_clicked):
-            raise ValueError(f"got label {label!r}, expected {self.clicked!r} or {self.not_clicked!r}")
-        numbers = [float(words[i]) if words[i] else 0.0 for i in self.dense]
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError("got a number that is not finite")
-        return label == self.clicked, [math.log1p(max(x, 0.0)) for x in numbers], [words[i] for i in self.sparse]
-
-
-@dataclass(frozen=True)
-class LibSVM:
-    """Lines `label index:1 index:1 ...`, label 1 or not, at most num_slots features; fewer are filled up as missing."""
-
-    num_slots: int
-    num_dense: int = 0
-    header: bool = False
-
-    def parse(self, line: str) -> Row:
-        label, *words = line.split()
-        tokens = []
-        for word in words:
-            index, colon, value = word.partition(":")
-            if not index.isdigit() or (colon and float(value) != 1.0):
-                raise ValueError(f"got {word!r}, expected index:1")
-            tokens.append(index)
-        if label not in ("1", "+1", "0", "-1") or len(tokens) > self.num_slots:
-            raise ValueError(
-                f"got label {label!r} and {len(tokens)} features, expected 1, 0 or -1 and {self.num_slots}"
-            )
-        return label in ("1", "+1"), [], tokens + [""] * (self.num_slots - len(tokens))
-
-
-CRITEO = Columns(0, range(1, 14), range(14, 40), delimiter="\t", num_columns=40)
+    arrays: tuple[np.ndarray, np.ndarray, np.ndarray]
+    lines: int
+    bad: list[tuple[int, int, str]]
 
 
 class Clicks:
-    """Batches (dense, ids, clicked) of one pass over text files, .gz too, in the order of the files and lines.
+    """Batches (dense, ids, clicked) of one pass over files of text (.gz too) or Parquet, in order of files and lines.
 
     paths       files, or patterns such as "day_*"
-    format      CRITEO, Columns(...), LibSVM(...) or one of your own
+    format      CRITEO, Columns(...), LibSVM(...), MultiSlot(...), Parquet(...) or one of your own
     shuffle     0, or the number of rows that are read and mixed at a time
-    readers     1: here. n: as many processes take a share of the files each, and batches come as they are ready
+    readers     1: here. n: as many processes parse; batches come as they are ready, with ordered=True in order
     slots       True: a token has another id in every slot. False: one id everywhere (LibSVM's indices)
+    split       "train" and "test" are two parts of the lines, drawn by line number, the second of `test_share`
 
     ids are 64-bit hashes of the tokens, in the whole range of int64: keys for a sparse table. Malformed lines are left
-    out, counted in `malformed`, the first ones logged with file and line; above one in a hundred it is a ValueError.
+    out (a batch is shorter for it), counted in `malformed`, the first ones logged with file and line; above one in a
+    hundred it is a ValueError. In memory are a window of rows a reader, twice over.
     """
 
     def __init__(
@@ -124,7 +83,10 @@ class Clicks:
         shuffle: int = 0,
         seed: int = 0,
         readers: int = 1,
+        ordered: bool = False,
         slots: bool = True,
+        split: str = "all",
+        test_share: float = 0.1,
     ) -> None:
         listed = [paths] if isinstance(paths, str | PathLike) else list(paths)
         self.files = [file for path in listed for file in sorted(glob.glob(fspath(path)))]
@@ -135,122 +97,108 @@ class Clicks:
         for name, value, least in (("batch_size", batch_size, 1), ("shuffle", shuffle, 0), ("readers", readers, 1)):
             if value < least:
                 raise ValueError(f"{name}: got {value}, expected at least {least}")
+        if split not in SPLITS or not 0.0 < test_share < 1.0:
+            raise ValueError(f"got split {split!r} of {test_share}, expected one of {', '.join(SPLITS)}, of 0 to 1")
         self.format = format
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.readers = min(readers, len(self.files))
-        self.slots = slots
+        self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
+        self.readers, self.ordered, self.slots = readers, ordered, slots
+        self.split, self.test_share = split, test_share
+        lines = shuffle or (LEAST_WINDOW if readers > 1 else 0)
+        self.window = max(1, lines // batch_size) * batch_size  # records read and mixed at a time: whole batches
         self.epoch = 0
-        self.malformed = 0
-        self._lines = 0
-        self._at = (0, 0, 0)  # file, line where the window starts, rows of the window that were given out
-        self._counts = (0, 0)  # malformed and lines before that window, which is read again by who goes on
-        self._shares: list[dict[str, Any]] = []  # of the readers, when there are several
-        self._cache: list[dict[str, int]] = [{} for _ in range(format.num_slots if slots else 1)]
+        self._parser = _Parser(format, slots, self.window if shuffle else 0, seed)
+        self._restart()
+
+    def _restart(self) -> None:
+        self.malformed = self._lines = 0
+        self._next = 0  # the first window that was not given out wholly
+        self._places: dict[int, tuple[int, int]] = {0: (0, 0)}  # file and line where windows from there on start
+        self._ahead: dict[int, int] = {}  # of it and later ones: batches that were given out, -1 for all
+        self._counts: dict[int, tuple[int, int]] = {}  # of windows from there on that were read
+        self._sure = (0, 0)  # malformed and lines of all windows before
+        self._ends: dict[int, int] = {}  # bytes of all files up to the end of windows under way
+        self._bytes = 0.0  # given out
 
     def __iter__(self) -> Iterator[Batch]:
         """The rest of the current pass; then the next one begins anew."""
-        yield from self._several() if self.readers > 1 else self._windows()
+        yield from self._batches()
         self._judge(final=True)
         self.epoch += 1
-        self.malformed = self._lines = 0
-        self._at, self._counts, self._shares = (0, 0, 0), (0, 0), []
+        self._restart()
+
+    def _batches(self) -> Iterator[Batch]:
+        reading = self._several() if self.readers > 1 else self._alone()
+        for k, read in reading:
+            self._note(k, read)
+            size, start = self.batch_size, max(self._ahead.get(k, 0), 0)
+            from_bytes, to_bytes = self._bytes, self._ends.pop(k)
+            for at in range(start * size, len(read.arrays[2]), size):
+                self._ahead[k] = at // size + 1
+                share = min(1.0, (at + size) / len(read.arrays[2]))
+                self._bytes = from_bytes + max(0.0, to_bytes - from_bytes) * share
+                dense, ids, clicked = (torch.from_numpy(array[at : at + size]) for array in read.arrays)
+                if at + size >= len(read.arrays[2]):
+                    self._finish(k)
+                yield dense, ids, clicked
+            self._finish(k)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where reading stands, as JSON-able numbers; several readers each have a place of their own."""
+        """Where reading stands, as JSON-able numbers."""
         return {
             "epoch": self.epoch,
-            "at": list(self._at),
-            "counts": list(self._counts),
-            "readers": self.readers,
-            "shares": self._shares,
+            "window": self.window,
+            "next": self._next,
+            "place": list(self._places[self._next]),
+            "ahead": [[k, given, *self._counts[k]] for k, given in sorted(self._ahead.items())],
+            "counts": list(self._sure),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["readers"] != self.readers:
-            raise ValueError(f"got the place of {state['readers']} readers, expected {self.readers}; use as many")
-        self.epoch = state["epoch"]
-        self._at = tuple(state["at"])
-        self.malformed, self._lines = self._counts = tuple(state["counts"])
-        self._shares = list(state["shares"])
+        if state["window"] != self.window:
+            raise ValueError(
+                f"got a place among windows of {state['window']} lines, expected {self.window}; "
+                "use the same batch_size and shuffle, and several readers where there were several"
+            )
+        self._restart()
+        self.epoch, self._next = state["epoch"], state["next"]
+        self._places = {self._next: (state["place"][0], state["place"][1])}
+        self._ahead = {k: given for k, given, *_ in state["ahead"]}
+        self._sure = (state["counts"][0], state["counts"][1])
+        # Windows that were given out in part are read, and counted, again.
+        self._counts = {k: (bad, lines) for k, given, bad, lines in state["ahead"] if given == -1}
+        self.malformed, self._lines = (sum(column) for column in zip(self._sure, *self._counts.values(), strict=True))
+
+    def progress(self) -> float:
+        """About what share of the pass was given out."""
+        total = sum(os.path.getsize(file) for file in self.files)
+        return min(1.0, self._bytes / total) if total else 0.0
 
     def counts(self) -> tuple[int, int]:
         """Malformed lines and all lines of this pass so far."""
         return self.malformed, self._lines
 
-    def _windows(self) -> Iterator[Batch]:
-        """Reads a window of rows, mixes it, cuts it into batches; a window is as many whole batches as fit."""
-        size = max(1, self.shuffle // self.batch_size) * self.batch_size
-        lines = self._numbered(*self._at[:2])
-        number = self._at[:2]
-        given = self._at[2]
-        rows: list[Row] = []
-        for file, line, text in lines:
-            row = self._parse(file, line, text)
-            if row is None:
-                continue
-            rows.append(row)
-            if len(rows) == size:
-                yield from self._batches(rows, number, given)
-                number, given, rows = (file, line + 1), 0, []
-                self._at, self._counts = (*number, 0), (self.malformed, self._lines)
-                self._judge(final=False)
-        if rows:
-            yield from self._batches(rows, number, given)
+    # ---- inside
 
-    def _batches(self, rows: list[Row], start: tuple[int, int], given: int) -> Iterator[Batch]:
-        order = np.arange(len(rows))
-        if self.shuffle:
-            # Keyed by epoch and place: a run that stops and goes on mixes the window alike.
-            np.random.default_rng([self.seed, self.epoch, *start]).shuffle(order)
-        for at in range(given, len(rows), self.batch_size):
-            chosen = [rows[i] for i in order[at : at + self.batch_size]]
-            self._at = (*start, at + len(chosen))
-            yield self._tensors(chosen)
+    def _note(self, k: int, read: Read) -> None:
+        for file, number, why in read.bad[: max(0, 5 - self.malformed)]:
+            line = number + 1 + int(self.format.header)
+            logger.warning("%s, line %d is malformed: %s", self.files[file], line, why)
+        self.malformed += len(read.bad)
+        self._lines += read.lines
+        self._counts[k] = (len(read.bad), read.lines)
+        self._judge(final=False)
 
-    def _tensors(self, rows: list[Row]) -> Batch:
-        clicked = torch.tensor([row[0] for row in rows], dtype=torch.float32)
-        dense = torch.tensor([row[1] for row in rows], dtype=torch.float32).reshape(len(rows), self.format.num_dense)
-        ids = torch.tensor([self._ids(row[2]) for row in rows], dtype=torch.int64).reshape(len(rows), -1)
-        return dense, ids, clicked
-
-    def _ids(self, tokens: list[str]) -> list[int]:
-        ids = []
-        for slot, token in enumerate(tokens):
-            cache = self._cache[slot if self.slots else 0]
-            known = cache.get(token)
-            if known is None:
-                if len(cache) * len(self._cache) >= CACHED_TOKENS:
-                    cache.clear()
-                text = f"{slot}\t{token}" if self.slots else token
-                digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-                known = cache[token] = int.from_bytes(digest, "little", signed=True)
-            ids.append(known)
-        return ids
-
-    def _numbered(self, file: int, line: int) -> Iterator[tuple[int, int, str]]:
-        """(file, line, text) from a place on; lines count from 0, a header too."""
-        for index in range(file, len(self.files)):
-            path = self.files[index]
-            opener = gzip.open if path.endswith(".gz") else open
-            first = line if index == file else 0
-            with opener(path, "rt", encoding="utf-8", errors="replace", newline="\n") as lines:
-                for number, text in enumerate(lines):
-                    if number >= first and not (number == 0 and self.format.header):
-                        yield index, number, text.rstrip("\r\n")
-
-    def _parse(self, file: int, line: int, text: str) -> Row | None:
-        if not text.strip():
-            return None
-        self._lines += 1
-        try:
-            return self.format.parse(text)
-        except ValueError as error:
-            self.malformed += 1
-            if self.malformed <= 5:
-                logger.warning("%s, line %d is malformed: %s", self.files[file], line + 1, error)
-            return None
+    def _finish(self, k: int) -> None:
+        """A window was given out; those before the first that was not are forgotten."""
+        if k < self._next:
+            return
+        self._ahead[k] = -1
+        while self._ahead.get(self._next) == -1 and self._next + 1 in self._places:
+            bad, lines = self._counts[self._next]
+            self._sure = (self._sure[0] + bad, self._sure[1] + lines)
+            for kept in (self._ahead, self._counts, self._places):
+                kept.pop(self._next, None)
+            self._next += 1
 
     def _judge(self, *, final: bool) -> None:
         if self.malformed > MOST_BAD * self._lines and (final or self._lines >= ENOUGH_LINES):
@@ -259,64 +207,141 @@ class Clicks:
                 "the first ones are in the log; check the format"
             )
 
-    def _several(self) -> Iterator[Batch]:
-        """Batches of reader processes, as they come. A bounded queue holds readers back."""
-        context = multiprocessing.get_context("spawn")  # forking a process that runs threads can hang
-        inbox: Any = context.Queue(2 * self.readers)
-        self._shares = self._shares or [{} for _ in range(self.readers)]
-        counts = [(0, 0)] * self.readers
-        started = []
+    def _alone(self) -> Iterator[tuple[int, Read]]:
+        for k, pieces in self._windows():
+            yield k, self._parser.read(self.epoch, k, pieces)
+
+    def _several(self) -> Iterator[tuple[int, Read]]:
+        """Windows parsed by processes; of those handed out, twice as many as there are processes wait at most."""
+        pool = ProcessPoolExecutor(
+            self.readers,
+            mp_context=multiprocessing.get_context("spawn"),  # forking a process that runs threads can hang
+            initializer=_start_reader,
+            initargs=(self._parser,),
+        )
+        windows = self._windows()
+        under_way: dict[Future[Read], int] = {}
         try:
-            for i in range(self.readers):
-                options = {
-                    "batch_size": self.batch_size,
-                    "shuffle": self.shuffle,
-                    "seed": self.seed + i,
-                    "slots": self.slots,
-                }
-                share = (self.files[i :: self.readers], self.format, options, self.epoch, self._shares[i])
-                started.append(context.Process(target=_read_share, args=(i, share, inbox), daemon=True))
-                started[-1].start()
-            left = self.readers
-            while left:
-                i, arrays, state, now = _receive(inbox, started)
-                if isinstance(state, str):
-                    raise ValueError(state)
-                self._shares[i], counts[i] = state, now
-                self.malformed, self._lines = (sum(column) for column in zip(*counts, strict=True))
-                if arrays is None:
-                    left -= 1
-                else:
-                    yield torch.from_numpy(arrays[0]), torch.from_numpy(arrays[1]), torch.from_numpy(arrays[2])
+            while True:
+                while len(under_way) < 2 * self.readers and (window := next(windows, None)) is not None:
+                    under_way[pool.submit(_read_window, self.epoch, *window)] = window[0]
+                if not under_way:
+                    return
+                waiting = [min(under_way, key=lambda future: under_way[future])] if self.ordered else list(under_way)
+                done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+                first = min(done, key=lambda future: under_way[future])
+                yield under_way.pop(first), first.result()
+        except BrokenProcessPool:
+            raise RuntimeError("a reader process died; its messages, if any, are above") from None
         finally:
-            for process in started:
-                process.terminate()
-                process.join()
-            inbox.close()
+            windows.close()
+            pool.shutdown(wait=True, cancel_futures=True)
 
-
-def _receive(inbox: Any, started: Sequence[Any]) -> tuple[int, Any, Any, tuple[int, int]]:
-    while True:
+    def _windows(self) -> Generator[tuple[int, list[Piece]], None, None]:
+        """Number and records of the windows that were not given out yet."""
+        k = self._next
+        file, number = self._places[k]
+        source: Any = None
         try:
-            return inbox.get(timeout=5)
-        except queue.Empty:
-            dead = [process.exitcode for process in started if process.exitcode not in (None, 0)]
-            if dead:
-                raise RuntimeError(f"a reader process died with exit code {dead[0]}; its messages are above") from None
+            while True:
+                pieces, wanting = [], self.window
+                while wanting and file < len(self.files):
+                    if source is None:
+                        source = self._open(file, number)
+                    records = source.take(wanting)
+                    if len(records) == 0:
+                        source.close()
+                        source, file, number = None, file + 1, 0
+                        continue
+                    numbers = np.arange(number, number + len(records))
+                    number += len(records)
+                    data, kept = source.pack(records, self._wanted(file, numbers))
+                    if len(kept):
+                        pieces.append(Piece(file, numbers[kept], data))
+                        wanting -= len(kept)
+                self._places[k + 1] = (file, number)
+                if not pieces:
+                    return
+                before = sum(os.path.getsize(done) for done in self.files[:file])
+                self._ends[k] = before + (0 if source is None else source.position())
+                if self._ahead.get(k) != -1:
+                    yield k, pieces
+                k += 1
+        finally:
+            if source is not None:
+                source.close()
+
+    def _open(self, file: int, number: int) -> Any:
+        opener = getattr(self.format, "open", None)
+        path = self.files[file]
+        source = Lines(path, self.format.header) if opener is None else opener(path)
+        if number:
+            source.skip(number)
+        return source
+
+    def _wanted(self, file: int, numbers: np.ndarray) -> np.ndarray:
+        """Which records are of our split: a matter of file and line alone."""
+        if self.split == "all":
+            return np.ones(len(numbers), bool)
+        x = numbers.astype(np.uint64) + np.uint64((file + 1) << 40)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # splitmix64's finaliser
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        test = (x >> np.uint64(11)).astype(np.float64) / 2.0**53 < self.test_share
+        return test if self.split == "test" else ~test
 
 
-def _read_share(i: int, share: tuple[Any, ...], inbox: Any) -> None:
-    """A reader process: its batches with its place after each, at last its final counts, or what went wrong."""
-    files, format, options, epoch, state = share
-    try:
-        clicks = Clicks([glob.escape(file) for file in files], format, **options)
-        clicks.epoch = epoch
-        if state:
-            clicks.load_state_dict(state)
-        if not (state and state.get("done")):
-            for batch in clicks._windows():
-                inbox.put((i, tuple(tensor.numpy() for tensor in batch), clicks.state_dict(), clicks.counts()))
-        clicks._counts = clicks.counts()
-        inbox.put((i, None, {**clicks.state_dict(), "done": True}, clicks.counts()))
-    except (ValueError, OSError, EOFError) as error:
-        inbox.put((i, None, f"{type(error).__name__}: {error}", (0, 0)))
+class _Parser:
+    """Turns windows of records into arrays; goes to the readers."""
+
+    def __init__(self, format: Format, slots: bool, shuffle: int, seed: int) -> None:
+        self._format, self._slots, self._shuffle, self._seed = format, slots, shuffle, seed
+        self._hasher = Hasher(format.num_slots, slots=slots)
+
+    def __getstate__(self) -> tuple[Format, bool, int, int]:
+        return self._format, self._slots, self._shuffle, self._seed  # what was hashed stays here
+
+    def __setstate__(self, state: tuple[Format, bool, int, int]) -> None:
+        _Parser.__init__(self, *state)
+
+    def read(self, epoch: int, k: int, pieces: Sequence[Piece]) -> Read:
+        parsed = [self._piece(piece.data) for piece in pieces]
+        arrays = [np.concatenate(parts) for parts in zip(*(each[1:4] for each in parsed), strict=True)]
+        if self._shuffle:
+            # Keyed by epoch and window: a run that stops and goes on mixes alike.
+            order = np.random.default_rng([self._seed, epoch, k]).permutation(len(arrays[0]))
+            arrays = [array[order] for array in arrays]
+        bad = [
+            (piece.file, int(piece.numbers[i]), why)
+            for piece, each in zip(pieces, parsed, strict=True)
+            for i, why in each.bad
+        ]
+        return Read((arrays[0], arrays[1], arrays[2]), sum(len(piece.numbers) for piece in pieces), bad)
+
+    def _piece(self, data: bytes) -> Parsed:
+        block: Any = getattr(self._format, "parse_block", None)
+        if block is not None:
+            return block(data, self._hasher)
+        return parse_lines(self._format, split_lines(data), self._hasher)
+
+
+_parser: _Parser | None = None  # of this process, when it is a reader
+
+
+def _start_reader(parser: _Parser) -> None:
+    global _parser
+    _parser = parser
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    """A reader whose parent was killed would wait for work for ever."""
+    connection.wait([sentinel])
+    os._exit(1)
+
+
+def _read_window(epoch: int, k: int, pieces: list[Piece]) -> Read:
+    assert _parser is not None
+    return _parser.read(epoch, k, pieces)

@@ -1,4 +1,4 @@
-"""Labelled images moved between folder, list, .rec, tar and Parquet, encoded bytes untouched; splits by identity."""
+"""Labelled images moved between folder, list, .rec, tar, Parquet and LMDB, bytes untouched; splits by identity."""
 
 import functools
 import logging
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plsc.data.images import SUFFIXES, ImageFolder, ImageList
+from plsc.data.keyvalue import LMDBImages, LMDBWriter
 from plsc.data.parquet import ParquetImages, ParquetWriter
 from plsc.data.recordio import RecordIO
 from plsc.data.records import RecordWriter
@@ -66,10 +67,21 @@ class Subset:
 
 
 def kind_of(path: str) -> str:
-    """What lies at a path, or is to: "folder", "list", "rec", "tar", "parquet" or "bin", by name and content."""
+    """What lies at a path, or is to: folder, list, rec, tar, parquet, lmdb or bin, by name and content."""
     suffix = os.path.splitext(path)[1].lower()
-    by_suffix = {".rec": "rec", ".tar": "tar", ".parquet": "parquet", ".bin": "bin", ".txt": "list", ".lst": "list"}
+    by_suffix = {
+        ".rec": "rec",
+        ".tar": "tar",
+        ".parquet": "parquet",
+        ".lmdb": "lmdb",
+        ".bin": "bin",
+        ".txt": "list",
+        ".lst": "list",
+        ".tsv": "list",
+    }
     if os.path.isdir(path):
+        if os.path.isfile(os.path.join(path, "data.mdb")):
+            return "lmdb"
         for name in os.listdir(path):
             if name == "train.rec" or name.endswith((".tar", ".parquet")):
                 return by_suffix[os.path.splitext(name)[1]]
@@ -86,13 +98,14 @@ def open_images(path: str | os.PathLike[str], *, image_size: int = 112, channels
         "rec": RecordIO,
         "tar": TarShards,
         "parquet": ParquetImages,
+        "lmdb": LMDBImages,
         "bin": functools.partial(VerificationSet, folds=1),
     }
     return makers[kind_of(path)](path, image_size=image_size, channels=channels)
 
 
 def convert(data: Encoded, target: str | os.PathLike[str], *, progress: Progress | None = None) -> str:
-    """Writes the samples at `target`; its name says how: .rec, .tar ({} in it: several), .parquet, .txt, a folder.
+    """Writes the samples at `target`; its name says how: .rec, .tar ({}: several), .parquet, .lmdb, .txt, a folder.
 
     Bytes, labels and order stay; names stay where the target has them and their last two parts FOLDER/FILE tell all
     samples apart (else CLASS/CLASS_0001.jpg). A list's images go to the folder of its name. A folder sorts by class, so
@@ -102,11 +115,12 @@ def convert(data: Encoded, target: str | os.PathLike[str], *, progress: Progress
     target = os.fspath(target)
     kind = kind_of(target)
     if kind == "bin":
-        raise ValueError(f"{target}: .bin sets are only read; write .rec, .tar, .parquet, .txt or a folder")
+        raise ValueError(f"{target}: .bin sets are only read; write .rec, .tar, .parquet, .lmdb, .txt or a folder")
     if os.path.exists(target):
         raise ValueError(f"{target} exists already; remove it or give another name")
     if len(data) == 0:
         raise ValueError(f"nothing to write into {target}: the data set is empty")
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
     samples = _progressing(len(data), progress)
     if kind == "rec":
         with RecordWriter(target) as records:
@@ -118,6 +132,11 @@ def convert(data: Encoded, target: str | os.PathLike[str], *, progress: Progress
             for i in samples:
                 name = names[i].encode("utf-8", "backslashreplace").decode()
                 rows.write(name, int(data.labels[i]), data.encoded(i))
+    elif kind == "lmdb":
+        names = _names(data)
+        with LMDBWriter(target) as values:
+            for i in samples:
+                values.write(names[i], int(data.labels[i]), data.encoded(i))
     elif kind == "tar":
         keys = _keys(data)
         with TarWriter(target, max_bytes=SHARD_BYTES if "{}" in target else None) as tar:

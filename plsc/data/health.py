@@ -11,6 +11,7 @@ import numpy as np
 
 from plsc.data.convert import Encoded
 from plsc.data.images import read_pixels
+from plsc.data.reading import most_bad
 
 _SHOWN = 10  # examples of each kind kept
 Progress = Callable[[int, int], None]
@@ -77,9 +78,10 @@ class Report:
         return text
 
     def _about_broken(self) -> str:
-        stops = self.num_broken > max(1, self.num_read // 100)
+        most = most_bad(self.num_read)
+        stops = self.num_broken > most
         others = "draws others in their place, unless data.on_bad_image is raise"
-        return f"images cannot be read: training {'stops, they are more than 1 %' if stops else others}"
+        return f"images cannot be read: training {f'stops, it takes {most} of {self.num_read}' if stops else others}"
 
 
 def count(data: Encoded) -> Report:

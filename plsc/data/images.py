@@ -13,7 +13,7 @@ import struct
 import zipfile
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, overload
@@ -22,21 +22,25 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from plsc.data.lists import SUFFIXES, scan_list
+
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _ZIP_STORED, _ZIP_DEFLATED = 0, 8
 
+Name = str | Callable[[], str]
 
-def decode_image(data: bytes, image_size: int, channels: int = 3, *, name: str = "image") -> NDArray[np.uint8]:
+
+def decode_image(data: bytes, image_size: int, channels: int = 3, *, name: Name = "image") -> NDArray[np.uint8]:
     """Decodes an encoded image into uint8 [image_size, image_size, channels], RGB or grey.
 
     Another size is scaled to the square (bilinear over the whole source area, aspect ratio not kept; a JPEG of twice
     the size or more is decoded at a reduced scale first). EXIF rotation is applied, alpha is laid on black, of 16-bit
     pixels the upper 8 bits are kept. JPEGs that need no scaling go through simplejpeg where that is installed: the same
     pixels as Pillow's to within 2 levels (the same ones, where both have the same libjpeg-turbo), in half the time.
-    ValueError with `name` for a broken image and for one of more pixels than Image.MAX_IMAGE_PIXELS.
+    ValueError with `name` (or what it returns, asked only then) for a broken image and for one of more pixels than
+    Image.MAX_IMAGE_PIXELS.
     """
     if channels == 3 and data[:2] == b"\xff\xd8" and (pixels := _decode_jpeg(data, image_size)) is not None:
         return pixels
@@ -53,7 +57,7 @@ def read_pixels(data: bytes, *, name: str = "image") -> tuple[NDArray[np.uint8],
     return np.asarray(image), kind
 
 
-def _open_image(data: bytes, mode: str, image_size: int | None, name: str) -> tuple[Image.Image, str]:
+def _open_image(data: bytes, mode: str, image_size: int | None, name: Name) -> tuple[Image.Image, str]:
     """Decodes by Pillow, upright and of that mode; a JPEG much larger than image_size at a reduced scale."""
     try:
         image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
@@ -65,7 +69,8 @@ def _open_image(data: bytes, mode: str, image_size: int | None, name: str) -> tu
         image.load()
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError and more, by the kind of damage
         why = "it is none of the known" if isinstance(error, UnidentifiedImageError) else error
-        raise ValueError(f"{name}: broken or unknown image ({why}); expected one of {', '.join(_FORMATS)}") from error
+        known = ", ".join(_FORMATS)
+        raise ValueError(f"{_text(name)}: broken or unknown image ({why}); expected one of {known}") from error
     if image.info.get("exif"):
         image = _upright(image)
     return (image if image.mode == mode else _convert(image, mode, name)), kind
@@ -103,10 +108,14 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _convert(image: Image.Image, mode: str, name: str) -> Image.Image:
+def _text(name: Name) -> str:
+    return name if isinstance(name, str) else name()
+
+
+def _convert(image: Image.Image, mode: str, name: Name) -> Image.Image:
     """To RGB or L from any mode that files of the known formats have."""
     if image.mode[0] == "F":
-        raise ValueError(f"{name}: got pixels of mode {image.mode}, expected whole numbers; convert the file")
+        raise ValueError(f"{_text(name)}: got pixels of mode {image.mode}, expected whole numbers; convert the file")
     if image.mode[0] == "I":  # 16 bits
         pixels = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255).astype(np.uint8)
         return Image.fromarray(pixels).convert(mode)
@@ -114,6 +123,13 @@ def _convert(image: Image.Image, mode: str, name: str) -> Image.Image:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image)
     return image.convert(mode)
+
+
+def to_pixels(image: Image.Image) -> NDArray[np.uint8]:
+    """A Pillow image as uint8 [H, W, C]: grey stays grey, all else becomes RGB."""
+    mode = "L" if image.mode in ("1", "L") else "RGB"
+    pixels = np.asarray(image if image.mode == mode else _convert(image, mode, "image"))
+    return pixels[:, :, None] if mode == "L" else pixels
 
 
 def read_file(path: str, offset: int = 0, size: int | None = None) -> bytes:
@@ -139,11 +155,18 @@ class PackedStrings(Sequence[str]):
         for string in strings:
             blob += string
             ends.append(len(blob))
-        self._blob = np.frombuffer(blob, np.uint8)
-        self._ends = np.frombuffer(ends, np.int64)
+        self.blob = np.frombuffer(blob, np.uint8)
+        self.ends = np.frombuffer(ends, np.int64)
+
+    @classmethod
+    def of(cls, blob: NDArray[np.uint8], ends: NDArray[np.int64]) -> "PackedStrings":
+        """From the blob and ends of another."""
+        made = cls(())
+        made.blob, made.ends = blob, ends
+        return made
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return len(self.ends) - 1
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -156,8 +179,8 @@ class PackedStrings(Sequence[str]):
             index += len(self)
         if index < 0 or index >= len(self):
             raise IndexError(f"got string {index}, expected 0 to {len(self) - 1}")
-        start, stop = self._ends[index : index + 2].tolist()
-        return os.fsdecode(self._blob[start:stop].tobytes())
+        start, stop = self.ends[index : index + 2].tolist()
+        return os.fsdecode(self.blob[start:stop].tobytes())
 
 
 @dataclass(frozen=True)
@@ -242,7 +265,9 @@ class ImageFolder:
 class ImageList:
     """Images named in a text file of lines `path label`, separated by a space or tab; paths may hold spaces.
 
-    Relative paths start at `root` (the folder of the list if not given). Labels are integers from 0, or -1 for a sample
+    The first line of a .lst or .tsv file with more columns, separated by tabs, tells which: number, label (several),
+    path (im2rec's) or number, path, label and more (the InsightFace project's; names of columns are skipped). Relative
+    paths start at `root` (the folder of the list if not given). Labels are integers from 0, or -1 for a sample
     to ignore; blank lines, CRLF and a byte order mark are allowed. Samples keep the order of the file.
     `num_classes` is the largest label + 1 unless given. ValueError names the line that is wrong.
     """
@@ -264,7 +289,7 @@ class ImageList:
         if not os.path.isfile(self.path):
             raise ValueError(f"{self.path}: expected a text file of lines `path label`; check the path")
         labels, blanks = array("q"), array("q")
-        self._files = PackedStrings(_scan_list(self.path, labels, blanks))
+        self._files = PackedStrings(scan_list(self.path, labels, blanks))
         if not labels:
             raise ValueError(f"{self.path}: no lines of the form `path label`")
         self.labels: NDArray[np.int64] = np.frombuffer(labels, np.int64)
@@ -297,8 +322,8 @@ class ImageList:
         try:
             return read_file(path)
         except OSError as error:
-            raise FileNotFoundError(
-                f"{self.path}, line {self.line(i)}: cannot read {path} ({error.strerror})"
+            raise ValueError(
+                f"{self.path}, line {self.line(i)}: cannot read {path} ({error.strerror}); check data.root and the list"
             ) from error
 
     def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
@@ -375,27 +400,6 @@ def _zip_index(path: str, infos: list[zipfile.ZipInfo]) -> _ZipIndex:
     )
 
 
-def _scan_list(path: str, labels: "array[int]", blanks: "array[int]") -> Iterator[bytes]:
-    """Yields the paths of a list; fills `labels` and the line numbers of blank lines on the way."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            fields = line.rsplit(None, 1)
-            if not fields:
-                blanks.append(number)
-                continue
-            label = fields[-1]
-            if len(fields) != 2 or not ((label.isdigit() and len(label) < 19) or label == b"-1"):
-                got = line.strip()[:200].decode(errors="replace")
-                raise ValueError(
-                    f"{path}, line {number}: got {got!r}, expected `path label` with a whole number from 0 as label "
-                    "(or -1: ignore)"
-                )
-            labels.append(int(label))
-            yield fields[0].lstrip()
-
-
 def _warn_thin_classes(source: str, labels: NDArray[np.int64], num_classes: int) -> None:
     """Says in the log how many classes have no image or only one: their centres learn nothing, or little."""
     known = labels[labels >= 0]
@@ -406,7 +410,8 @@ def _warn_thin_classes(source: str, labels: NDArray[np.int64], num_classes: int)
         counts = np.unique(known, return_counts=True)[1]
         empty = num_classes - len(counts)
     single = int((counts == 1).sum())
+    once = {"once": True}  # every rank finds this: commands let one of them say it
     if single:
-        logger.warning("%s: %d of %d classes have one image only", source, single, num_classes)
+        logger.warning("%s: %d of %d classes have one image only", source, single, num_classes, extra=once)
     if empty:
-        logger.warning("%s: %d of %d classes have no image", source, empty, num_classes)
+        logger.warning("%s: %d of %d classes have no image", source, empty, num_classes, extra=once)

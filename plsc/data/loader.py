@@ -7,18 +7,19 @@ any number of ranks and with any number of worker processes.
 
 import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.data.order import BalancedOrder, Order
 from plsc.data.pipeline import Pipeline
-from plsc.data.reading import BadImages, Dataset, Item, Transform
+from plsc.data.reading import BadImages, Dataset, Transform
+from plsc.data.samples import as_dataset
 
 POLICIES = ("redraw", "raise")  # for images that cannot be read
-_ORDER = 1  # stream of random numbers
 
 
 class Loader:
@@ -26,6 +27,9 @@ class Loader:
 
     batch_size is the global one and must be a multiple of world_size; samples left over at the end of an epoch are
     dropped (others in the next epoch when shuffled). `transform(image, rng)` runs in the workers, see `Augment`.
+    per_class: K > 0 makes batches of batch_size / K classes with K images each, every class as often as any other
+    (`BalancedOrder`); on_bad_image="redraw" then may bring in another class.
+    dataset: a `Dataset`, or whatever `as_dataset` takes: a map-style data set or any iterable of (image, label).
     workers: processes that read, `prefetch` batches ahead each; 0 reads in this one. start_method: how they start
     ("spawn", "forkserver", "fork"; Python's default if not given).
     on_bad_image: "raise", or "redraw": in place of an image that cannot be read (ValueError or OSError of the data set)
@@ -38,7 +42,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Iterable[Any],
         batch_size: int,
         *,
         rank: int = 0,
@@ -51,7 +55,9 @@ class Loader:
         prefetch: int = 2,
         start_method: str | None = None,
         on_bad_image: str = "raise",
+        per_class: int = 0,
     ) -> None:
+        dataset = as_dataset(dataset)
         _check_dataset(dataset)
         if on_bad_image not in POLICIES:
             raise ValueError(f"got on_bad_image={on_bad_image!r}, expected one of {', '.join(POLICIES)}")
@@ -73,7 +79,13 @@ class Loader:
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
         self.seed, self.shuffle = seed, shuffle
         self.device = torch.device(device)
-        self._order = _Order(len(dataset), batch_size, rank, world_size, seed if shuffle else None)
+        self._per_class = per_class
+        self._order: Order | BalancedOrder
+        if per_class:
+            labels = np.asarray(dataset.labels, np.int64)
+            self._order = BalancedOrder(labels, batch_size, rank, world_size, seed, per_class=per_class)
+        else:
+            self._order = Order(len(dataset), batch_size, rank, world_size, seed if shuffle else None)
         self._transform = transform
         self._workers, self._prefetch, self._start_method = workers, prefetch, start_method
         self._redraw = on_bad_image == "redraw"
@@ -148,12 +160,13 @@ class Loader:
             "shuffle": self.shuffle,
             "num_samples": len(self.dataset),
             "labels": self._labels_digest,
+            **({"per_class": self._per_class} if self._per_class else {}),
         }
 
     @functools.cached_property
     def _labels_digest(self) -> int:
         """Tells samples in another order or with other classes apart, at a gigabyte a second."""
-        return zlib.crc32(np.ascontiguousarray(self.dataset.labels, np.int64))
+        return zlib.crc32(np.ascontiguousarray(self.dataset.labels, np.int64).data)
 
     def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
         """Goes to a saved place; call it before `epochs`. ValueError if the state is of another seed or data set.
@@ -161,6 +174,8 @@ class Loader:
         other_data: if the samples are not those of the saved loader, the epoch that it was in counts as done.
         """
         mine = self.state_dict()
+        if (before := state.get("per_class", 0)) != self._per_class:
+            raise ValueError(f"the loader state has per_class={before}, not the {self._per_class} of this loader")
         if missing := mine.keys() - state.keys():
             raise ValueError(
                 f"the loader state lacks {', '.join(sorted(missing))}; expected what state_dict() returned"
@@ -221,28 +236,6 @@ def _closing(pipeline: Pipeline) -> Iterator[tuple[Tensor, Tensor]]:
         yield from pipeline
     finally:
         pipeline.close()
-
-
-class _Order:
-    """Where a loader stands, and the rank's part of each step from there to the end of the epoch.
-
-    Knows nothing of the loader: in a cycle of references, worker processes would be ended late and slowly.
-    """
-
-    def __init__(self, samples: int, batch_size: int, rank: int, world_size: int, seed: int | None) -> None:
-        self.epoch, self.position = 0, 0
-        self._samples, self._batch_size, self._seed = samples, batch_size, seed
-        self._share = batch_size // world_size
-        self._first = rank * self._share
-
-    def __iter__(self) -> Iterator[Item]:
-        epoch = self.epoch
-        order = np.arange(self._samples, dtype=np.int32 if self._samples < 2**31 else np.int64)
-        if self._seed is not None:
-            bits = np.random.Philox(key=[self._seed, _ORDER], counter=[0, 0, 0, epoch])
-            np.random.Generator(bits).shuffle(order)
-        for at in range(self.position, self._samples - self._batch_size + 1, self._batch_size):
-            yield epoch, order[at + self._first : at + self._first + self._share]
 
 
 def _check_dataset(dataset: Dataset) -> None:

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 _AUGMENT, _REDRAW = 2, 3  # streams of random numbers; the loader's order is 1
 _REDRAWS = 100  # samples tried in place of a bad one
-_BAD_SHARE = 0.01  # of a rank's samples in an epoch: more bad ones stop the run
+_BAD_SHARE, _BAD_FEW = 0.01, 3  # of a rank's samples in an epoch: more bad ones than both stop the run
 _NAMED, _LOGGED = 5, 20  # bad images named in an error, and in the log
 
 Transform = Callable[[NDArray[np.uint8], np.random.Generator], NDArray[np.uint8]]
@@ -69,7 +69,8 @@ class Reader:
 
     def __getitem__(self, numbered: tuple[int, Item]) -> Read:
         slot, (epoch, samples) = numbered
-        into = self.slots[slot].numpy()  # [b, H, W, C]
+        slots = self.slots[slot]  # [b, H, W, C]
+        into = slots.numpy()
         replaced: list[Bad] = []
         for k, i in enumerate(samples.tolist()):
             try:
@@ -81,9 +82,9 @@ class Reader:
                     f"sample {j} ({self.dataset.name(j)}) has shape {image.shape} (H, W, C), others {into.shape[1:]}; "
                     "give the data set one image_size"
                 )
-            if image.strides[-2] < 0:  # mirrored: numpy would copy it pixel by pixel
-                for colour in range(image.shape[2]):
-                    into[k, :, :, colour] = image[:, :, colour]
+            if image.strides[1] < 0:  # mirrored: numpy would copy it pixel by pixel
+                into[k] = image[:, ::-1]
+                slots[k].copy_(slots[k].flip(1))
             else:
                 into[k] = image
             if j != i:
@@ -140,12 +141,20 @@ class Reader:
         return self._rng
 
 
+def most_bad(samples: int) -> int:
+    """Images that may be unreadable among so many: 1 %, or 3 where that is less."""
+    return max(_BAD_FEW, int(samples * _BAD_SHARE))
+
+
 class BadImages:
-    """Counts the samples that were replaced, names each once in the log, and stops when they are too many."""
+    """Counts the samples that were replaced, names each once in the log, and stops when they are too many.
+
+    samples: how many this rank reads in an epoch.
+    """
 
     def __init__(self, samples: int) -> None:
         self.count, self.in_epoch = 0, 0
-        self._samples, self._limit = samples, max(1, int(samples * _BAD_SHARE))
+        self._samples, self._limit = samples, most_bad(samples)
         self._seen: dict[int, str] = {}
 
     def note(self, bad: list[Bad]) -> None:
@@ -160,7 +169,9 @@ class BadImages:
                     logger.warning("%d images cannot be read so far; further ones are only counted", _LOGGED)
         if self.in_epoch > self._limit:
             shown = "; ".join([why for why in self._seen.values() if why][:_NAMED])
+            what = "1 %" if self._limit > _BAD_FEW else f"{_BAD_FEW}; 1 % where that is more"
             raise ValueError(
-                f"{self.in_epoch} images of this epoch cannot be read, more than 1 % of {self._samples}: {shown}; "
-                "`plsc-data verify` lists them all"
+                f"got {self.in_epoch} images that cannot be read among the {self._samples} that a rank reads in an "
+                f"epoch, expected at most {self._limit} ({what}): {shown}; `plsc-data verify` lists them all: mend or "
+                "remove them"
             )

@@ -9,7 +9,8 @@ import logging
 import mmap
 import os
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from plsc.data.records import (
     WHOLE,
     Record,
     find_records,
+    image_of,
     index_path,
     open_map,
     read_record,
@@ -34,6 +36,7 @@ from plsc.data.records import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -51,7 +54,8 @@ class RecordIO:
 
     Keys need not begin at 0 nor be dense. The class is the record's label, or the first of several; from 2**24 on,
     where float32 rounds, it is the header's id2, which must round to the label (`RecordWriter` writes it so). Records
-    of two numbers and no image (flag 2, empty body) are the InsightFace project's headers and are left out.
+    of two numbers and no image (flag 2, empty body) are the InsightFace project's headers and are left out. A `property`
+    file beside a train.rec may state more classes than have images.
     index: "auto" reads the .idx file, or makes one if it is missing; "rebuild" makes it anew. A made index takes keys
     from the records' ids where these differ, else counts. cache: a .npy file to keep index and labels in; later opens
     and worker processes map it instead of reading every header. ValueError names the key and byte that is wrong.
@@ -93,22 +97,28 @@ class RecordIO:
 
     def record(self, i: int) -> Record:
         """Sample i as the file holds it: header and encoded image."""
+        return self._read(i, unpack)
+
+    def encoded(self, i: int) -> bytes:
+        """The encoded image of sample i, without its header."""
+        return self._read(i, image_of)
+
+    def _read(self, i: int, take: Callable[[bytes], T]) -> T:
         if not 0 <= i < len(self):
             raise IndexError(f"got sample {i}, expected 0 to {len(self) - 1}")
         if self._map is None:  # mapped anew in each process that reads
             self._map = open_map(self.path)
         try:
-            return unpack(read_record(self._map, int(self._offsets[i]))[0])
+            return take(read_record(self._map, int(self._offsets[i]))[0])
         except ValueError as error:
-            raise ValueError(f"{self.name(i)}: {error}") from error
-
-    def encoded(self, i: int) -> bytes:
-        """The encoded image of sample i, without its header."""
-        return self.record(i).image
+            raise ValueError(f"{self.name(i)}, byte {self._offsets[i]}: {error}") from error
 
     def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
-        image = self.record(i).image
-        return decode_image(image, self.image_size, self.channels, name=self.name(i)), int(self.labels[i])
+        image = self._read(i, image_of)
+        return decode_image(image, self.image_size, self.channels, name=lambda: self._place(i)), int(self.labels[i])
+
+    def _place(self, i: int) -> str:
+        return f"{self.name(i)}, byte {self._offsets[i]}"
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"_map": None}
@@ -132,7 +142,28 @@ class RecordIO:
         self._offsets: Ints
         self.labels: Ints
         self._keys, self._offsets, self.labels = (np.asarray(row) for row in rows)
-        self.num_classes = int(self.labels.max()) + 1
+        found = int(self.labels.max()) + 1
+        self.num_classes = max(found, _stated_classes(self.path, found))
+
+
+def _stated_classes(path: str, found: int) -> int:
+    """The number of classes in the `property` file beside a train.rec (`classes,height,width`), 0 without one.
+
+    More than have images are believed, for the head then is of the size that others' is; fewer are not.
+    """
+    place = os.path.join(os.path.dirname(path), "property")
+    if os.path.basename(path) != "train.rec" or not os.path.isfile(place):
+        return 0
+    with open(place, "rb") as file:
+        first = file.readline(200)
+    stated = re.fullmatch(rb"\s*(\d{1,15})\s*(,\s*\d+\s*)*", first)
+    if stated is None:
+        logger.warning("%s: got %r, expected `classes,height,width`; not used", place, first[:40])
+        return 0
+    classes = int(stated[1])
+    if classes != found:
+        logger.warning("%s: says %d classes, the records have labels up to %d", place, classes, found - 1)
+    return classes
 
 
 def _read_rows(path: str, *, rebuild: bool) -> Ints:

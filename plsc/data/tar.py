@@ -7,8 +7,11 @@ other data set. Compressed archives cannot be read so.
 import glob
 import io
 import json
+import logging
 import os
 import tarfile
+import zipfile
+import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -27,7 +30,10 @@ from plsc.data.images import (
 )
 from plsc.data.writing import WholeOrNothing
 
+logger = logging.getLogger(__name__)
+
 BLOCK = 512
+_CACHE_VERSION = 1
 _LABELS = (".cls", ".json")
 _MOST_META = 2**20  # bytes of a label, a long name or a table of extended headers
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
@@ -39,25 +45,29 @@ class TarShards:
 
     A sample is a run of members with one key (the path up to the file name's first dot): an image and its label, a
     whole number from 0 (-1: ignore) in KEY.cls or as {"label": n} in KEY.json; members of other kinds are left out.
+    cache: a .npz file to keep the index in, read instead of the archives' headers while these are as they were.
     ValueError names archive and byte: truncated, absolute paths or "..", links, samples without image or label.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, image_size: int = 112, channels: int = 3) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        image_size: int = 112,
+        channels: int = 3,
+        cache: str | os.PathLike[str] | None = None,
+    ) -> None:
         _check_format(image_size, channels)
         self.path, self.image_size, self.channels = os.fspath(path), image_size, channels
         self.shards = find_shards(self.path, ".tar")
-        columns = _Columns()
-        self._names = PackedStrings(
-            name for number, shard in enumerate(self.shards) for name in columns.scan(number, shard)
-        )
-        if not columns.labels:
-            raise ValueError(
-                f"{self.path}: no samples; expected members KEY.jpg (png, webp, bmp) and KEY.cls or KEY.json"
-            )
-        self.labels: NDArray[np.int64] = np.frombuffer(columns.labels, np.int64)
-        self._shard = np.frombuffer(columns.shards, np.int32)
-        self._offset = np.frombuffer(columns.offsets, np.int64)
-        self._size = np.frombuffer(columns.sizes, np.int64)
+        index = None if cache is None else _load_index(cache, self.shards)
+        if index is None:
+            index = _scan_all(self.path, self.shards)
+            if cache is not None:
+                _save_index(cache, self.shards, index)
+        self.labels: NDArray[np.int64] = index["labels"]
+        self._shard, self._offset, self._size = index["shards"], index["offsets"], index["sizes"]
+        self._names = PackedStrings.of(index["names"], index["name_ends"])
         self.num_classes = int(self.labels.max()) + 1
         if self.num_classes == 0:
             raise ValueError(f"{self.path}: every label is -1 (ignore), expected labels from 0")
@@ -75,8 +85,11 @@ class TarShards:
         return read_file(self.shards[self._shard[i]], int(self._offset[i]), int(self._size[i]))
 
     def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
-        name = f"{self.shards[self._shard[i]]}, {self.name(i)}"
-        return decode_image(self.encoded(i), self.image_size, self.channels, name=name), int(self.labels[i])
+        data = self.encoded(i)
+        return decode_image(data, self.image_size, self.channels, name=lambda: self._place(i)), int(self.labels[i])
+
+    def _place(self, i: int) -> str:
+        return f"{self.shards[self._shard[i]]}, {self.name(i)} at byte {self._offset[i]}"
 
 
 def find_shards(path: str, suffix: str) -> list[str]:
@@ -90,6 +103,58 @@ def find_shards(path: str, suffix: str) -> list[str]:
             f"{path}: no {suffix} files; expected a file, a folder of them or a pattern such as 'x-*{suffix}'"
         )
     return found
+
+
+Index = dict[str, NDArray[Any]]  # a row a sample; names as one run of bytes and their ends
+
+
+def _scan_all(path: str, shards: list[str]) -> Index:
+    columns = _Columns()
+    names = PackedStrings(name for number, shard in enumerate(shards) for name in columns.scan(number, shard))
+    if not columns.labels:
+        raise ValueError(f"{path}: no samples; expected members KEY.jpg (png, webp, bmp) and KEY.cls or KEY.json")
+    return {
+        "labels": np.frombuffer(columns.labels, np.int64),
+        "shards": np.frombuffer(columns.shards, np.int32),
+        "offsets": np.frombuffer(columns.offsets, np.int64),
+        "sizes": np.frombuffer(columns.sizes, np.int64),
+        "names": names.blob,
+        "name_ends": names.ends,
+    }
+
+
+def _stamp(shards: list[str]) -> NDArray[np.int64]:
+    """What an index depends on: names, sizes and times of the archives."""
+    found = [_CACHE_VERSION, len(shards)]
+    for shard in shards:
+        about = os.stat(shard)
+        found += [zlib.crc32(os.fsencode(os.path.basename(shard))), about.st_size, about.st_mtime_ns]
+    return np.array(found, np.int64)
+
+
+def _load_index(cache: str | os.PathLike[str], shards: list[str]) -> Index | None:
+    """The index kept in a cache; None if there is none of these archives."""
+    if not os.path.exists(cache):
+        return None
+    try:
+        with np.load(cache, allow_pickle=False) as file:
+            if not np.array_equal(file["stamp"], _stamp(shards)):
+                logger.info("%s: of other archives, made anew", cache)
+                return None
+            return {name: file[name] for name in ("labels", "shards", "offsets", "sizes", "names", "name_ends")}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        logger.warning("%s: cannot be read (%s), made anew", cache, error)
+        return None
+
+
+def _save_index(cache: str | os.PathLike[str], shards: list[str], index: Index) -> None:
+    draft = f"{os.fspath(cache)}.tmp-{os.getpid()}"
+    try:
+        with open(draft, "wb") as file:
+            np.savez(file, stamp=_stamp(shards), **index)
+        os.replace(draft, cache)
+    except OSError as error:
+        logger.warning("%s: cannot be written (%s), the next start reads every header again", cache, error)
 
 
 class _Columns:

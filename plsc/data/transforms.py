@@ -44,7 +44,7 @@ class Augment:
             image = image[:, ::-1]
         if self.crop:
             down, right = rng.integers(-self.crop, self.crop + 1, 2).tolist()
-            image = _shift(image, down, right)
+            image = _shift(_plain(image), down, right)
         gain, light, saturation = 1.0, 0.0, 1.0
         if self.brightness or self.contrast:
             change, spread = rng.uniform(-1, 1, 2).tolist()
@@ -98,8 +98,8 @@ def _colour(image: NDArray[np.uint8], gain: float, light: float, saturation: flo
 
 
 def _plain(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The image without negative strides; copied colour by colour, since numpy is slow at three bytes at a time."""
-    if image.flags.c_contiguous:
+    """The image without negative strides; mirrored colour by colour, since numpy is slow at three bytes at a time."""
+    if image.strides[1] > 0:
         return image
     plain = np.empty(image.shape, np.uint8)
     for colour in range(image.shape[2]):
@@ -125,9 +125,17 @@ def _through_pillow(image: NDArray[np.uint8], change: Callable[[Image.Image], Im
 def _shift(image: NDArray[np.uint8], down: int, right: int) -> NDArray[np.uint8]:
     """Moves the picture by whole pixels; uncovered rows and columns repeat the edge."""
     height, width = image.shape[:2]
-    rows = np.clip(np.arange(height) - down, 0, height - 1)
-    columns = np.clip(np.arange(width) - right, 0, width - 1)
-    return image[rows[:, None], columns]
+    down, right = (max(-size + 1, min(size - 1, by)) for size, by in ((height, down), (width, right)))
+    top, left = max(down, 0), max(right, 0)
+    rows, columns = height - abs(down), width - abs(right)
+    moved = np.empty(image.shape, np.uint8)
+    inside = moved[top : top + rows]
+    inside[:, left : left + columns] = image[top - down : top - down + rows, left - right : left - right + columns]
+    inside[:, :left] = inside[:, left : left + 1]
+    inside[:, left + columns :] = inside[:, left + columns - 1 : left + columns]
+    moved[:top] = moved[top]
+    moved[top + rows :] = moved[top + rows - 1]
+    return moved
 
 
 def _erase(image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:

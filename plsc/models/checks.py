@@ -1,5 +1,7 @@
 """What every model of this package asks of its arguments and of its input images."""
 
+from typing import Any
+
 from torch import Tensor
 
 
@@ -20,3 +22,15 @@ def check_images(images: Tensor, image_size: int, in_channels: int) -> None:  # 
             f"images are {list(images.shape)}, expected [B, {in_channels}, {image_size}, {image_size}]; "
             "build the model with another image_size or in_channels, or resize the images"
         )
+
+
+def check_embeddings(found: Any, images: Tensor, *, model: str, embedding_size: int) -> Tensor:
+    """What a backbone gave for `images`; ValueError unless it is [B, embedding_size]."""
+    shape = list(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    if shape != [len(images), embedding_size]:
+        raise ValueError(
+            f"the backbone {model} gave {shape} for images {list(images.shape)}, expected embeddings "
+            f"[{len(images)}, {embedding_size}]: one row of --model.embedding-size numbers an image"
+        )
+    assert isinstance(found, Tensor)
+    return found

@@ -2,7 +2,8 @@
 
 All are called as model(dense, ids): dense [B, num_dense] or None where num_dense is 0, ids int64 [B, num_slots]; they
 answer logits [B] for binary_cross_entropy_with_logits. `sparse` is a module that takes ids to rows [B, num_slots,
-embedding_dim] and has the attribute `embedding_dim`: nn.Embedding, or plsc.ps.SparseEmbedding with pooling "none".
+embedding_dim] and has the attribute `embedding_dim`: nn.Embedding, or plsc.ps.SparseEmbedding with pooling "none" (or
+"sum", "mean" for ids [B, num_slots, L], several to a slot).
 Column 0 of a row is the feature's own weight, the others are its vector: one look-up serves both.
 """
 
@@ -34,16 +35,16 @@ class _Clicks(nn.Module):
 
     def rows(self, dense: Tensor | None, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Dense [B, num_dense] (of width 0 for None) and rows [B, num_slots, 1 + factors]."""
-        if ids.ndim != 2 or ids.shape[1] != self.num_slots:
+        if ids.ndim not in (2, 3) or ids.shape[1] != self.num_slots:
             raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected [B, {self.num_slots}]")
         if dense is None:
             dense = self.bias.new_zeros(len(ids), 0)
         if dense.shape != (len(ids), self.num_dense):
             raise ValueError(f"dense: got shape {tuple(dense.shape)}, expected {(len(ids), self.num_dense)}")
         rows = self.sparse(ids)
-        if rows.shape != (*ids.shape, 1 + self.factors):
+        if rows.shape != (*ids.shape[:2], 1 + self.factors):
             raise ValueError(
-                f"sparse: got rows {tuple(rows.shape)}, expected {(*ids.shape, 1 + self.factors)}; "
+                f"sparse: got rows {tuple(rows.shape)}, expected {(*ids.shape[:2], 1 + self.factors)}; "
                 "a SparseEmbedding needs pooling='none' here"
             )
         return dense, rows
@@ -132,6 +133,14 @@ class DCN(_Clicks):
         for layer in self.cross:
             x = x0 * layer(x) + x
         return self.linear(dense, rows) + self.deep(x).squeeze(1)
+
+
+CLICK_MODELS: dict[str, Any] = {
+    "logistic": LogisticRegression,
+    "wide_deep": WideDeep,
+    "deepfm": DeepFM,
+    "dcn": DCN,
+}
 
 
 def perceptron(width: int, hidden: Sequence[int], dropout: float) -> nn.Sequential:

@@ -2,7 +2,9 @@
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +14,7 @@ from plsc.models.resnet import resnet50
 from plsc.models.small import plainnet, smallconv
 from plsc.models.vit import vit_base, vit_large, vit_small, vit_tiny
 
-__all__ = ["MODELS", "build"]
+__all__ = ["MODELS", "build", "check_call"]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "iresnet18": iresnet18,
@@ -43,10 +45,26 @@ def build(name: str, embedding_size: int, *, image_size: int, in_channels: int =
             f"no model {name!r}{_did_you_mean(name, list(MODELS))}; expected one of {', '.join(MODELS)}, "
             'or "package.module:function" for one of your own'
         )
+    if ":" in name:
+        check_call(make, f"model {name!r}", embedding_size, image_size=image_size, in_channels=in_channels)
     model = make(embedding_size, image_size=image_size, in_channels=in_channels)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model {name!r} gave a {type(model).__name__}, expected a torch.nn.Module")
     return model
+
+
+def check_call(make: Callable[..., Any], what: str, *args: Any, **options: Any) -> None:
+    """ValueError unless the user's `make` takes these arguments; an error inside of it stays the user's to see."""
+    try:
+        signature = inspect.signature(make)
+    except ValueError:  # of what is written in C there may be none
+        return
+    try:
+        signature.bind(*args, **options)
+    except TypeError as error:
+        call = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in options.items())])
+        name = getattr(make, "__name__", str(make))
+        raise ValueError(f"{what}: got {name}{signature}, expected one that can be called ({call}): {error}") from error
 
 
 def _imported(name: str) -> Callable[..., nn.Module]:
@@ -54,7 +72,7 @@ def _imported(name: str) -> Callable[..., nn.Module]:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, SyntaxError) as error:
         raise ValueError(
             f"cannot import {module_name!r} of model {name!r}: {error}; expected a module on the Python path"
         ) from error

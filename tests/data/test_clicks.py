@@ -1,13 +1,20 @@
 """Click logs: formats, places to go on from, shuffling, malformed lines, several readers."""
 
 import gzip
+import json
 import logging
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from plsc.data.clicks import CRITEO, Clicks, Columns, LibSVM
+from plsc.data.click_formats import Hasher, parse_lines, split_lines
+from plsc.data.clicks import CRITEO, Clicks, Columns, LibSVM, MultiSlot, Parquet
 
 CSV = Columns(label=0, dense=[1], sparse=[2, 3], header=True)
 
@@ -99,12 +106,151 @@ def test_bad_arguments(tmp_path: Path) -> None:
         Clicks(tmp_path / "missing*")
     with pytest.raises(ValueError, match="batch_size"):
         Clicks(write(tmp_path / "a.csv", range(3)), CSV, batch_size=0)
-    with pytest.raises(ValueError, match="2 readers"):
-        Clicks(tmp_path / "a.csv", CSV).load_state_dict({"readers": 2})
+    with pytest.raises(ValueError, match="windows of 4096 lines, expected 16"):
+        Clicks(tmp_path / "a.csv", CSV, batch_size=16).load_state_dict(Clicks(tmp_path / "a.csv", CSV).state_dict())
+    with pytest.raises(ValueError, match="split 'val'"):
+        Clicks(tmp_path / "a.csv", CSV, split="val")
+    with pytest.raises(ValueError, match="label"):
+        MultiSlot(["ids", "ids"])
+
+
+def columns_by_python(path: Path, format: Columns) -> list[torch.Tensor]:
+    lines = split_lines(path.read_bytes())[format.header :]
+    parsed = parse_lines(format, [line for line in lines if line.strip()], Hasher(format.num_slots, slots=True))
+    return [torch.from_numpy(array) for array in parsed[1:4]]
+
+
+QUOTED = Columns(0, [2], [1, 3], quote='"')
+
+
+@pytest.mark.parametrize(
+    ("format", "lines"),
+    [
+        (CSV, ["c,n,a,b", "1,3,x,y", " 0 , 4.5 , x , z ", "1,,,", "", "0,-2,x,y", "1,1e3,ä,x\r"]),
+        (CSV, ["c,n,a,b", *["1,1,a,b"] * 200, "0,7,a,b,more", "1,1", *["0,2,c,d"] * 200, "1,x,y,z"]),
+        (CSV, ["c,n,a,b", *["1,1,a,b"] * 200, "1,inf,a,b"]),
+        (CSV, ["c,n,a,b", *["1,1,a,b"] * 200, "yes,1,a,b"]),
+        (CSV, ["c,n,a,b", "1,1", *["1,1,a,b"] * 200]),
+        (QUOTED, ['1,"a,b",3,"say ""no"""', '0,a,"4",b', '1,"",,"ü"']),
+    ],
+)
+def test_pyarrow_reads_as_python_does(tmp_path: Path, format: Columns, lines: list[str]) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(lines) + "\n")
+    clicks = Clicks(path, format, batch_size=500)
+    ((dense, ids, clicked),) = clicks
+    for got, expected in zip((dense, ids, clicked), columns_by_python(path, format), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"1,2,\xff\xfe,b\n0,3,\xff\xfd,b\n")
+    format = Columns(label=0, dense=[1], sparse=[2, 3])
+    ((_, ids, _),) = Clicks(path, format)
+    assert torch.equal(ids, columns_by_python(path, format)[1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.one_of(st.binary(max_size=100), st.text('01,"\n ax\r', max_size=60).map(str.encode)))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    """Both readers agree on garbage, too, and neither falls over."""
+    kept = b"\n".join(line for line in data.split(b"\n") if line.strip())
+    for format in (Columns(0, [1], [2]), Columns(0, [], [1], quote='"'), Columns(0, [1], [2], num_columns=4)):
+        if not kept:
+            continue
+        fast = format.parse_block(kept, Hasher(1, slots=True))
+        slow = parse_lines(format, split_lines(kept), Hasher(1, slots=True))
+        for a, b in zip(fast[:4], slow[:4], strict=True):
+            assert a.tolist() == b.tolist()
+        assert [place for place, _ in fast.bad] == [place for place, _ in slow.bad]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    """The same rows as the CSV file, whatever the types of its columns."""
+    text = write(tmp_path / "a.csv", range(1000))
+    rows = {
+        "click": [i % 2 == 1 for i in range(1000)],
+        "number": list(range(1000)),
+        "a": pa.array([i % 7 for i in range(1000)], pa.int16()),
+        "b": pa.array([f"x{i}" for i in range(1000)]).dictionary_encode(),
+        "other": [[]] * 1000,
+    }
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet", row_group_size=300)
+    format = Parquet(label="click", dense=["number"], sparse=["a", "b"])
+    expected = list(Clicks(text, CSV, batch_size=128, shuffle=256))
+    clicks = Clicks(tmp_path / "a.parquet", format, batch_size=128, shuffle=256)
+    for got, wanted in zip(clicks, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    batches = iter(clicks)
+    seen = numbers([next(batches) for _ in range(4)])
+    second = Clicks(tmp_path / "a.parquet", format, batch_size=128, shuffle=256)
+    second.load_state_dict(clicks.state_dict())
+    assert sorted(seen + numbers(second)) == list(range(1000))
+    with pytest.raises(ValueError, match="no column c"):
+        next(iter(Clicks(tmp_path / "a.parquet", Parquet("click", [], ["c"]))))
+
+
+def test_parquet_with_missing_and_bad_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = {"y": [1.0, None, 0.0, *[0.0] * 300, 2.0], "x": [None, 1.0, float("nan"), *[3.0] * 301]}
+    pq.write_table(pa.table({**rows, "s": [None, *["b"] * 303]}), tmp_path / "a.parquet")
+    clicks = Clicks(tmp_path / "a.parquet", Parquet("y", ["x"], ["s"]))
+    batches = iter(clicks)
+    dense, ids, clicked = next(batches)
+    assert len(clicked) == 301 and dense[0] == 0 and clicked.sum() == 1 and ids.unique().numel() == 2
+    assert "line 3 is malformed: got a number that is not finite" in caplog.text and clicks.malformed == 3
+
+
+def test_multi_slot_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("1 1 2 0.5 1.5 3 7 8 9 0\n1 0 2 0 0 1 7 1 7\n")
+    format = MultiSlot(["label", ("dense", 2), "ids", "ids"], num_ids=2)
+    ((dense, ids, clicked),) = Clicks(path, format)
+    assert dense.tolist() == [[0.5, 1.5], [0, 0]] and clicked.tolist() == [1, 0] and ids.shape == (2, 2, 2)
+    assert (ids == 0).tolist() == [[[False, False], [True, True]], [[False, True], [False, True]]]
+    assert ids[0, 0, 0] == ids[1, 0, 0] != ids[1, 1, 0]
+    ((_, flat, _),) = Clicks(path, MultiSlot(["label", ("dense", 2), "ids", "ids"]))
+    assert torch.equal(flat[:, 0], ids[:, 0, 0]) and flat.shape == (2, 2)
+    for line in (
+        "1 1 2 1",
+        "1 2 2 0 0 1 7 1 7",
+        "x",
+        "1 1 1 0.5 1 7 1 7",
+        "1 1 2 0 nan 1 7 1 7",
+        "1 1 2 0 0 1 7 1 7 1 7",
+    ):
+        with pytest.raises(ValueError, match="got"):
+            format.parse(line)
+
+
+def test_train_and_test_are_parts_of_the_lines(tmp_path: Path) -> None:
+    for i in range(2):
+        write(tmp_path / f"{i}.csv", range(2000 * i, 2000 * i + 2000))
+    train, test = (
+        numbers(Clicks(tmp_path / "*.csv", CSV, batch_size=100, split=split, test_share=0.2, shuffle=shuffle))
+        for split, shuffle in (("train", 0), ("test", 500))
+    )
+    assert sorted(train + test) == list(range(4000)) and 700 < len(test) < 900
+    sizes = [len(clicked) for _, _, clicked in Clicks(tmp_path / "*.csv", CSV, batch_size=100, split="train")]
+    assert set(sizes[:-1]) == {100}
+
+
+def test_rows_of_a_format_of_your_own(tmp_path: Path) -> None:
+    class Words:
+        num_dense, num_slots, header = 0, 2, False
+
+        def parse(self, line: str) -> tuple[bool, list[float], list[str]]:
+            label, a, b = line.split("|")
+            return label == "y", [], [a, b]
+
+    (tmp_path / "w").write_text("y|a|b\nn|a|c")
+    ((_, ids, clicked),) = Clicks(tmp_path / "w", Words())
+    assert clicked.tolist() == [1, 0] and ids[0, 0] == ids[1, 0] and ids[0, 1] != ids[1, 1]
 
 
 @pytest.mark.slow
-def test_several_readers(tmp_path: Path) -> None:
+def test_several_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plsc.data.clicks.LEAST_WINDOW", 48)
     for i in range(3):
         write(tmp_path / f"{i}.csv", range(100 * i, 100 * i + 100), bad=i == 1)
     options = {"format": CSV, "batch_size": 16, "readers": 2}
@@ -117,9 +263,34 @@ def test_several_readers(tmp_path: Path) -> None:
     second.load_state_dict(first.state_dict())
     batches.close()
     assert sorted(seen + numbers(second)) == list(range(300))
+    ordered = [Clicks(tmp_path / "*.csv", **options, shuffle=48, ordered=True) for _ in range(2)]
+    ordered[1].readers = 1
+    assert [x.tolist() for batch in ordered[0] for x in batch] == [x.tolist() for batch in ordered[1] for x in batch]
     write(tmp_path / "2.csv", range(10), bad=50)
     with pytest.raises(ValueError, match="malformed"):
         list(Clicks(tmp_path / "*.csv", **options))
+
+
+def test_resuming_out_of_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows come as a shuffled deck would have it; wherever reading stops, nothing is lost or seen twice."""
+    write(tmp_path / "a.csv", range(500), bad=2)
+    options = {"format": CSV, "batch_size": 16, "shuffle": 32}
+
+    class Scrambled(Clicks):
+        def _alone(self) -> object:
+            reads = list(super()._alone())
+            for i in np.random.default_rng(self._next).permutation(len(reads)):
+                yield reads[i]
+
+    total = sum(1 for _ in Scrambled(tmp_path / "*.csv", **options))
+    for stop in range(total + 1):
+        first = Scrambled(tmp_path / "*.csv", **options)
+        batches = iter(first)
+        seen = [next(batches) for _ in range(stop)]
+        second = Scrambled(tmp_path / "*.csv", **options)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        rest = list(second._batches())
+        assert sorted(numbers(seen) + numbers(rest)) == list(range(500)) and second.counts() == (2, 502)
 
 
 def test_real_criteo_rows(shared: Path) -> None:

@@ -17,20 +17,25 @@ from plsc.data import (
     Augment,
     ImageFolder,
     ImageList,
+    LMDBImages,
     Loader,
     ParquetImages,
     TarShards,
     convert,
+    keyvalue,
     make_pairs,
     open_images,
+    parquet_pages,
     read_pairs,
     split,
     write_pairs,
 )
 from plsc.data.convert import Encoded, kind_of
+from plsc.data.keyvalue import LMDBWriter
+from plsc.data.parquet import ParquetWriter
 from plsc.data.tar import TarWriter
 
-TARGETS = ["a.tar", "b.parquet", "c.txt", "d.rec", "e-{}.tar", "f"]
+TARGETS = ["a.tar", "b.parquet", "c.txt", "d.rec", "e-{}.tar", "f", "g.lmdb"]
 
 
 def jpeg(seed: int) -> bytes:
@@ -95,7 +100,7 @@ def test_containers_keep_bytes_labels_and_order(folder: Path, tmp_path: Path, na
     assert leftover == []
 
 
-@pytest.mark.parametrize("name", ["a.tar", "b.parquet"])
+@pytest.mark.parametrize("name", ["a.tar", "b.parquet", "g.lmdb"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_takes_the_same_batches_from_every_container(
     folder: Path, tmp_path: Path, name: str, workers: int
@@ -324,6 +329,131 @@ def test_damaged_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ParquetImages(path)
 
 
+OTHERS = {
+    "plain": {"compression": "none", "use_dictionary": False},
+    "second page format": {"compression": "none", "use_dictionary": False, "data_page_version": "2.0"},
+    "small pages": {"compression": "none", "use_dictionary": False, "data_page_size": 600, "write_batch_size": 2},
+    "dictionary": {"compression": "none"},
+    "compressed": {"compression": "snappy", "use_dictionary": False},
+    "several groups": {"compression": "none", "use_dictionary": False, "row_group_size": 7},
+    "checksums": {"compression": "none", "use_dictionary": False, "write_page_checksum": True},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("form", ["bytes", "required", "structs"])
+def test_images_are_read_by_themselves_where_pages_are_plain(tmp_path: Path, kind: str, form: str) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pictures = [jpeg(k) for k in range(20)]
+    rows = [{"path": "x", "bytes": each} for each in pictures] if form == "structs" else pictures
+    inner = arrow.struct([("path", arrow.string()), ("bytes", arrow.binary())]) if form == "structs" else arrow.binary()
+    schema = arrow.schema([arrow.field("image", inner, nullable=form != "required"), ("label", arrow.int64())])
+    made = arrow.table({"image": rows, "label": list(range(20))}, schema=schema)
+    parquet.write_table(made, tmp_path / "x.parquet", **OTHERS[kind])
+    data = ParquetImages(tmp_path / "x.parquet", image_size=8)
+    order = np.random.default_rng(0).permutation(20).tolist()
+    assert [data.encoded(i) for i in order] == [pictures[i] for i in order]
+    by_itself = kind not in ("dictionary", "compressed")
+    assert (data._offsets > 0).all() == by_itself and bool(data._kept) != by_itself
+
+
+def test_rows_without_an_image_are_left_to_pyarrow(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    made = arrow.table({"image": [jpeg(0), None, jpeg(2)], "label": [0, 1, 2]})
+    parquet.write_table(made, tmp_path / "x.parquet", **OTHERS["plain"])
+    data = ParquetImages(tmp_path / "x.parquet", image_size=8)
+    assert data.encoded(2) == jpeg(2) and data.encoded(0) == jpeg(0)
+    with pytest.raises(ValueError, match="sample 1: got no bytes"):
+        data.encoded(1)
+
+
+def test_damaged_pages_are_found(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    with ParquetWriter(tmp_path / "x.parquet") as writer:
+        for k in range(30):
+            writer.write(f"{k}.jpg", k % 3, jpeg(k))
+    whole = (tmp_path / "x.parquet").read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        data = bytearray(whole)
+        at = int(rng.integers(4, len(data) - 700))
+        data[at : at + 4] = rng.bytes(4)
+        (tmp_path / "y.parquet").write_bytes(bytes(data))
+        try:
+            found = ParquetImages(tmp_path / "y.parquet", image_size=8)
+            for i in range(30):
+                assert len(found.encoded(i)) < len(whole)
+        except ValueError as error:
+            assert "parquet" in str(error)
+    for cut in range(0, 400, 7):  # headers of pages alone
+        assert parquet_pages.find_values(whole[4 : 4 + cut], 4, levels=1) is None or cut == 0
+
+
+def test_lmdb_as_others_write_it(tmp_path: Path) -> None:
+    lmdb = pytest.importorskip("lmdb")
+    with lmdb.open(str(tmp_path / "x"), map_size=2**22) as environment, environment.begin(write=True) as transaction:
+        for k in range(3):
+            transaction.put(b"image-%09d" % (k + 1), jpeg(k))
+            transaction.put(b"label-%09d" % (k + 1), b"%d" % (2 - k))
+        transaction.put(b"num-samples", b"3")
+    data = open_images(tmp_path / "x", image_size=8)
+    assert isinstance(data, LMDBImages) and data.labels.tolist() == [2, 1, 0] and data.encoded(1) == jpeg(1)
+    assert data.name(2) == "image-000000003"
+    assert pickle.loads(pickle.dumps(data)).encoded(0) == jpeg(0)
+    with pytest.raises(IndexError, match="expected 0 to 2"):
+        data.encoded(3)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        ({}, "num-samples: got nothing, expected a whole number"),
+        ({b"num-samples": b"x"}, "num-samples: got b'x'"),
+        ({b"num-samples": b"0"}, "got 0 as num-samples"),
+        ({b"num-samples": b"2", b"label-000000001": b"0"}, "label-000000002: got nothing"),
+        ({b"num-samples": b"1", b"label-000000001": b"Anna"}, "label-000000001: got b'Anna'"),
+        ({b"num-samples": b"1", b"label-000000001": b"-1"}, "got labels from -1 to -1"),
+        ({b"num-samples": b"1", b"label-000000001": b"0"}, "got nothing under image-000000001"),
+        ({b"num-samples": b"1", b"label-000000001": b"0", b"image-000000001": b"x"}, "image-000000001: broken"),
+    ],
+)
+def test_lmdb_of_another_layout(tmp_path: Path, pairs: dict[bytes, bytes], words: str) -> None:
+    lmdb = pytest.importorskip("lmdb")
+    with lmdb.open(str(tmp_path / "x.lmdb"), subdir=False) as environment, environment.begin(write=True) as transaction:
+        for key, value in pairs.items():
+            transaction.put(key, value)
+    with pytest.raises(ValueError) as caught:
+        LMDBImages(tmp_path / "x.lmdb")[0]
+    assert words in str(caught.value) and "x.lmdb" in str(caught.value)
+
+
+def test_lmdb_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lmdb")
+    (tmp_path / "x.lmdb").write_bytes(b"hello" * 3000)
+    with pytest.raises(ValueError, match="cannot be read as LMDB"):
+        LMDBImages(tmp_path / "x.lmdb")
+    with pytest.raises(ValueError, match="check the path"):
+        LMDBImages(tmp_path / "gone.lmdb")
+    with pytest.raises(RuntimeError, match="stop"), LMDBWriter(tmp_path / "y.lmdb") as writer:
+        writer.write("a", 0, b"x")
+        raise RuntimeError("stop")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.lmdb"]
+    monkeypatch.setitem(__import__("sys").modules, "lmdb", None)
+    with pytest.raises(ValueError, match=r"needs lmdb.*plsc-torch\[lmdb\]"):
+        LMDBImages(tmp_path / "x.lmdb")
+
+
+def test_an_lmdb_file_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lmdb")
+    monkeypatch.setattr(keyvalue, "_FIRST_SIZE", 2**16)
+    monkeypatch.setattr(keyvalue, "_BATCH", 10)
+    with LMDBWriter(tmp_path / "x.lmdb") as writer:
+        for k in range(300):
+            writer.write(f"{k}", k % 7, bytes([k % 251]) * 3000)
+    data = LMDBImages(tmp_path / "x.lmdb")
+    assert all(data.encoded(k) == bytes([k % 251]) * 3000 and data.name(k) == str(k) for k in range(300))
+
+
 @pytest.mark.slow
 def test_real_faces_through_every_container_and_back(shared: Path, tmp_path: Path) -> None:
     source = ImageFolder(shared / "data/faces/lfw112_val.zip")
@@ -343,7 +473,7 @@ def test_progress_is_told(folder: Path, tmp_path: Path) -> None:
     assert seen[-1] == (12, 12)
 
 
-@pytest.mark.parametrize("name", ["a.tar", "b.parquet", "c.txt", "d"])
+@pytest.mark.parametrize("name", ["a.tar", "b.parquet", "c.txt", "d", "g.lmdb"])
 def test_names_that_are_not_utf8(tmp_path: Path, name: str) -> None:
     needs(name)
     root = os.fsencode(tmp_path / "faces")

@@ -36,7 +36,7 @@ def test_everything_wrong_is_named(folder: Path) -> None:
     report = verify(ImageFolder(folder))
     assert (report.num_broken, report.num_repeats, report.num_conflicts) == (2, 1, 1) and not report.sound
     text = "\n".join(report.lines())
-    assert "P2/8.png" in text and "P2/9.jpg" in text and "training stops, they are more than 1 %" in text
+    assert "P2/8.png" in text and "P2/9.jpg" in text and "2 images cannot be read: training draws others" in text
     assert "P0/again.png shows what P0/0.png shows" in text
     assert "P2/same.bmp (label 2) shows what P1/3.png does (label 1)" in text
 
@@ -59,6 +59,7 @@ def test_examples_are_few_and_printable(folder: Path) -> None:
         (folder / "P0" / f"bad\n{k:02d}.jpg").write_bytes(b"")
     report = verify(ImageFolder(folder))
     assert report.num_broken == 30 and len(report.broken) == 10
+    assert "30 images cannot be read: training stops, it takes 3 of 39" in report.lines()[3]
     assert all(line.isprintable() for line in report.lines()) and "... and 20 more" in "\n".join(report.lines())
 
 

@@ -1,5 +1,6 @@
 """Image folders, archives and lists: same samples, order, names of what is wrong."""
 
+import errno
 import io
 import logging
 import os
@@ -113,8 +114,60 @@ def test_list_names_the_line_of_a_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "list.txt"
     path.write_text("\n\na.jpg 0\n\nb c.jpg 1\n")
     dataset = ImageList(path)
-    with pytest.raises(FileNotFoundError, match=r"line 5: cannot read .*b c\.jpg"):
+    with pytest.raises(ValueError, match=r"line 5: cannot read .*b c\.jpg \(No such file.*; check data.root"):
         dataset[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("a.lst", ["1\tb/2.png\t7\t10\t10\t90\t90", "0\tb c/10.jpg\t-1"]),  # aligned, path, label, box
+        ("a.tsv", ["idx\tpath\tlabel", "5\tb/2.png\t7", "", "9\tb c/10.jpg\t-1"]),
+        ("a.lst", ["17\t7.000000\tb/2.png", "3\t-1\tb c/10.jpg"]),  # im2rec: number, label, path
+        ("a.lst", ["17\t7\t0.25\t3\tb/2.png", "3\t-1.0\t0.5\t4\tb c/10.jpg"]),  # several labels
+        ("a.lst", ["b/2.png\t7", "b c/10.jpg -1"]),  # a plain list of that name
+    ],
+)
+def test_tables_of_others(tmp_path: Path, name: str, lines: list[str]) -> None:
+    for end in ("\n", "\r\n"):
+        (tmp_path / name).write_text("\ufeff" + end.join(lines) + end, encoding="utf-8", newline="")
+        found = ImageList(tmp_path / name)
+        assert [found.name(i) for i in range(2)] == ["b/2.png", "b c/10.jpg"]
+        assert found.labels.tolist() == [7, -1] and found.line(1) == len(lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("1\t2.5\tb.png", "number TAB label TAB path"),
+        ("1\tAnna\tx", "number TAB label TAB path"),
+        ("1\tb.png\tAnna", "number TAB path TAB label"),
+        ("1\tb.png", "number TAB path TAB label"),
+        ("junk", "number TAB path TAB label"),
+    ],
+)
+def test_tables_name_the_wrong_line(tmp_path: Path, line: str, expected: str) -> None:
+    first = "1\t3\ta" if expected.endswith("path") else "1\ta.jpg\t0"
+    (tmp_path / "x.lst").write_text(f"{first}\n{line}\n")
+    with pytest.raises(ValueError, match=f"x.lst, line 2: got '.*expected `{expected}`"):
+        ImageList(tmp_path / "x.lst")
+
+
+def test_a_failing_disk_is_told_and_survived(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network disk that answers EIO for one file."""
+    dataset, read = ImageFolder(folder, image_size=16), os.pread
+    bad = os.stat(folder / dataset.name(2)).st_ino
+
+    def fail(number: int, *args: int) -> bytes:
+        if os.fstat(number).st_ino == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(number, *args)
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(ValueError, match=r"sample 2 \(.*\) cannot be read: OSError: .*Input/output error"):
+        list(Loader(dataset, 6).epochs(1))
+    loader = Loader(dataset, 6, on_bad_image="redraw")
+    assert sum(len(labels) for _, labels in loader.epochs(1)) == 6 and loader.num_bad >= 1
 
 
 def test_lists_without_content(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The loader: equal order on any number of ranks and workers, exact resume, named errors."""
 
+import faulthandler
 import json
 import logging
 import multiprocessing
@@ -227,7 +228,7 @@ class Mortal(Numbers):
 )
 def test_a_killed_worker_is_named_with_its_rank(number: int, message: str) -> None:
     before = set(multiprocessing.active_children())
-    dataset = Mortal(lambda: os.kill(os.getpid(), number))
+    dataset = Mortal(lambda: (faulthandler.disable(), os.kill(os.getpid(), number)))
     loaders = [Loader(dataset, B, rank=rank, world_size=2, workers=2) for rank in range(2)]
     (rank,) = (r for r in range(2) if 17 in [i for step in order_of(loaders[r]) for i in step])
     with pytest.raises(ReadingProcessDied, match=message.replace("rank 1", f"rank {rank}")):

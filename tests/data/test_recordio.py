@@ -245,6 +245,24 @@ def test_several_labels_with_an_image_are_no_header(tmp_path: Path) -> None:
     assert RecordIO(write_raw(tmp_path / "b.rec", payloads)).labels.tolist() == [2, 1]
 
 
+def test_property_states_the_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "train.rec", [0, 1, 1])
+    for text, classes, words in (
+        ("2,112,112\n", 2, ""),
+        ("9,112,112\n3\nshuffled\n", 9, "says 9 classes, the records have labels up to 1"),
+        ("1,112,112\n", 2, "says 1 classes"),
+        ("\x80\x02]q", 2, "expected `classes,height,width`"),
+        ("", 2, "expected `classes,height,width`"),
+    ):
+        caplog.clear()
+        (tmp_path / "property").write_text(text)
+        assert RecordIO(tmp_path).num_classes == classes
+        assert words in caplog.text and ("/property: " in caplog.text) == bool(words)
+    (tmp_path / "train.rec").rename(tmp_path / "other.rec")
+    (tmp_path / "train.idx").rename(tmp_path / "other.idx")
+    assert RecordIO(tmp_path / "other.rec").num_classes == 2  # of which it says nothing
+
+
 def test_a_missing_index_is_made_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for dialect in ("plain", "insightface"):
         path = write(tmp_path / f"{dialect}.rec", [0, 1, 1, 3], dialect=dialect)
@@ -410,7 +428,7 @@ def test_a_broken_image_names_its_key(tmp_path: Path) -> None:
     path.write_bytes(data)
     dataset = RecordIO(path, image_size=16)
     dataset[0]
-    with pytest.raises(ValueError, match=r"a\.rec, key 1: broken"):
+    with pytest.raises(ValueError, match=r"a\.rec, key 1, byte 884: broken"):
         dataset[1]
 
 

@@ -1,4 +1,4 @@
-"""The commands plsc-train, -eval, -export, -embed, plsc-data and plsc-ps; the only place that prints and that reads flags."""
+"""The commands plsc-train, -eval, -export, -embed, -data and -ps; the only place that prints and that reads flags."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import os
 import sys
 import tempfile
 import tomllib
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plsc.comm import CommError, Communicator, FailedTogether, LocalCommunicator, connect
+from plsc import cli_ps, cli_serve
+from plsc.comm import CommError, Communicator, LocalCommunicator, connect
 from plsc.comm.torch_distributed import Launch
-from plsc.data import ReadingProcessDied, convert, health, make_pairs, open_images, split, write_pairs
-from plsc.fleet import NonFiniteLoss
+from plsc.data import align, convert, health, make_pairs, open_images, split, write_pairs
+from plsc.serve.bundle import STORAGES
 from plsc.train.checkpoint import Checkpoints
 from plsc.train.config import Config, dump, from_dict, list_recipes, load_recipe, read_recipe
-from plsc.train.launch import EXIT_INTERRUPTED, die_with_parent, launch, report
+from plsc.train.elastic import run_again
+from plsc.train.failures import EXIT_DIVERGED, EXIT_FAILURE, EXIT_USAGE, exit_code, told
+from plsc.train.launch import EXIT_INTERRUPTED, Outcome, die_with_parent, launch, report, scratch_folder
+from plsc.train.preflight import check_folder
 
-EXIT_FAILURE, EXIT_USAGE = 1, 2
 PS_TASKS = ("ctr",)
 T = TypeVar("T")
 
@@ -38,17 +40,45 @@ def train(argv: Sequence[str] | None = None) -> int:
             "plsc-train RECIPE --help lists every flag with the recipe's values."
         )
         return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
-    return _guarded(lambda: _start("train", _parse("plsc-train", args)))
+    return _guarded(lambda: _start("train", _parse(f"plsc-train {args[0]}", args)))
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
-    """plsc-eval RUN [flags]: measures the newest checkpoint of a run."""
-    return _again("plsc-eval", "evaluate", sys.argv[1:] if argv is None else argv)
+    """plsc-eval RUN [--report DIR] [flags]: measures the newest checkpoint of a run; DIR gets a page of pictures."""
+    args, report = _taken(list(sys.argv[1:] if argv is None else argv), "--report", "")
+    return _again("plsc-eval", "evaluate", args, [report])
 
 
 def export(argv: Sequence[str] | None = None) -> int:
-    """plsc-export RUN [flags]: writes ONNX, class centres and embeddings of a run's newest checkpoint."""
-    return _again("plsc-export", "export", sys.argv[1:] if argv is None else argv)
+    """plsc-export RUN [--to PART] [flags]: ONNX, class centres, embeddings and a bundle of a run's checkpoint."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] in (["-h"], ["--help"]):
+        print(
+            "usage: plsc-export RUN [--to all|bundle|onnx|safetensors|pt2] [--storage fp32|fp16|int8] [--thumbnails]\n"
+            "\nRUN is the folder that plsc-train wrote. What is asked for is written into RUN/export; for `all` (the\n"
+            "default) and `bundle` it is put together as RUN/bundle, which plsc-serve serves: its class centres as\n"
+            "--storage says, with --thumbnails also the first training image of each class."
+        )
+        return 0
+    args, to = _taken(args, "--to", "all")
+    args, storage = _taken(args, "--storage", "fp32")
+    thumbnails = "--thumbnails" in args
+
+    def check() -> None:
+        from plsc.train.artifacts import PARTS
+
+        for flag, value, known in (("--to", to, PARTS), ("--storage", storage, STORAGES)):
+            if value not in known:
+                raise ValueError(f"got {flag} {value}, expected one of {', '.join(known)}")
+
+    args = [arg for arg in args if arg != "--thumbnails"]
+    return _again("plsc-export", "export", args, [to, storage, "thumbnails" if thumbnails else ""], check)
+
+
+def serve(argv: Sequence[str] | None = None) -> int:
+    """plsc-serve BUNDLE [flags]: embeddings and nearest classes over HTTP, with a page."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    return _guarded(lambda: cli_serve.run(args))
 
 
 def embed(argv: Sequence[str] | None = None) -> int:
@@ -57,13 +87,14 @@ def embed(argv: Sequence[str] | None = None) -> int:
     if len(args) < 2 or args[0].startswith("-") or args[1].startswith("-"):
         print(
             "usage: plsc-embed RUN DATA [--out FILE] [--nproc N] [--eval.batch-size B] ...\n\n"
-            "RUN is the folder that plsc-train wrote. DATA is a folder, .zip, list, .rec, .tar, .parquet or .bin.\n"
-            "FILE (.safetensors or .parquet; default RUN/export/NAME-OF-DATA.safetensors) gets one row an image."
+            "RUN is the folder that plsc-train wrote. DATA: a folder, .zip, list, .rec, .tar, .parquet, .lmdb or\n"
+            ".bin. FILE (.safetensors or .parquet; default RUN/export/NAME-OF-DATA.safetensors) gets one row an image."
         )
         return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
     folder, source, *flags = args
     name = os.path.splitext(os.path.basename(os.path.normpath(source)))[0].replace("*", "") or "embeddings"
     target = os.path.join(folder, "export", f"{name}.safetensors")
+    flags = [word for flag in flags for word in (flag.split("=", 1) if flag.startswith("--out=") else [flag])]
     if "--out" in flags:
         at = flags.index("--out")
         target, flags = (flags[at + 1 : at + 2] or [""])[0], flags[:at] + flags[at + 2 :]
@@ -71,15 +102,17 @@ def embed(argv: Sequence[str] | None = None) -> int:
     def check() -> None:
         if not target.endswith((".safetensors", ".parquet")):
             raise ValueError(f"got --out {target!r}, expected a file .safetensors or .parquet")
+        check_folder(os.path.dirname(target) or ".", "the folder of --out")
 
     return _again("plsc-embed", "embed", [folder, *flags], [source, target], check)
 
 
 def data(argv: Sequence[str] | None = None) -> int:
-    """plsc-data verify | stats | convert | split | pairs: what a data set holds, and its way to another container."""
+    """plsc-data verify | stats | convert | split | pairs | align: what a data set holds, and its way to another one."""
     parser = argparse.ArgumentParser(
         prog="plsc-data",
-        description="PATH: a folder NAME/*.jpg, .zip of it, list (.txt), .rec, .tar, .parquet or .bin.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="PATH: a folder NAME/*.jpg, .zip of it, list (.txt), .rec, .tar, .parquet, .lmdb or .bin.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, words, places in (
@@ -87,24 +120,32 @@ def data(argv: Sequence[str] | None = None) -> int:
         ("stats", "what the labels say, in seconds", ["path"]),
         (
             "convert",
-            "write PATH as TARGET (folder, .txt, .rec, .tar, x-{}.tar, .parquet), bytes kept",
+            "write PATH as TARGET (folder, .txt, .rec, .tar, x-{}.tar, .parquet, .lmdb), bytes kept",
             ["path", "target"],
         ),
         ("split", "write most classes of PATH to TRAIN and the others to TEST", ["path", "train", "test"]),
         ("pairs", "draw verification pairs, in LFW's format", ["path", "target"]),
+        ("align", "cut the faces out of photographs, by five landmarks, and write them as TARGET", ["path", "target"]),
     ):
-        command = commands.add_parser(name, help=words, description=words)
+        command = commands.add_parser(
+            name, help=words, description=words, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
         for place in places:
-            command.add_argument(place)
+            command.add_argument(place, metavar=place.upper())
         if name == "verify":
-            command.add_argument("--limit", type=int, default=0, help="look at so many images only, evenly spaced")
+            command.add_argument("--limit", type=_count, default=0, help="look at so many images only, evenly spaced")
         if name == "split":
             command.add_argument("--share", type=float, default=0.1, help="of the classes, for TEST")
         if name == "pairs":
-            command.add_argument("--num-pairs", type=int, default=6000)
-            command.add_argument("--folds", type=int, default=10)
+            command.add_argument("--num-pairs", type=_count, default=6000, help="half of them same, half different")
+            command.add_argument("--folds", type=_count, default=10, help="stretches of the list, as LFW's ten")
+        if name == "align":
+            command.add_argument("--image-size", type=_count, default=112, help="of the squares")
+            command.add_argument("--quality", type=_count, default=95, help="of the JPEGs; 0 writes PNG")
+            command.add_argument("--landmarks", help="a file of `name x1 y1 ... x5 y5`; else faces are detected")
+            command.add_argument("--save-landmarks", metavar="FILE", help="where to write those that were detected")
         if name in ("split", "pairs"):
-            command.add_argument("--seed", type=int, default=0)
+            command.add_argument("--seed", type=_count, default=0, help="another one draws others")
     try:
         args = parser.parse_args(argv)
     except SystemExit as end:
@@ -116,11 +157,14 @@ def ps(argv: Sequence[str] | None = None) -> int:
     """plsc-ps train RECIPE [flags]: what learns rows of a sparse table."""
     args = list(sys.argv[1:] if argv is None else argv)
     commands = {"train": _ps_train}
+    if args and args[0] in cli_ps.COMMANDS:
+        return _guarded(lambda: cli_ps.run(args))
     if not args or args[0] not in commands:
         print(
             "usage: plsc-ps train RECIPE [--out DIR] [--epochs N] [--threads N] [--data.train FILES] ...\n\n"
             f"RECIPE is a TOML file or a shipped recipe: {', '.join(list_recipes(PS_TASKS))}.\n"
-            "plsc-ps train RECIPE --help lists every flag with the recipe's values."
+            "plsc-ps train RECIPE --help lists every flag with the recipe's values.\n"
+            f"Servers: plsc-ps {' | '.join(cli_ps.COMMANDS)}, each with --help."
         )
         return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
     if len(args) < 2 or args[1].startswith("-"):
@@ -136,6 +180,13 @@ def work(command: str, config_file: str, *extra: str) -> int:
 # ---- inside
 
 
+def _count(text: str) -> int:
+    """argparse's type for whole numbers from 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number from 0")
+    return int(text)
+
+
 def _data(args: argparse.Namespace) -> int:
     """1 where `verify` found what spoils training."""
     source = open_images(args.path)
@@ -146,7 +197,20 @@ def _data(args: argparse.Namespace) -> int:
         )
         print("\n".join(found.lines()))
         return 0 if found.sound else EXIT_FAILURE
-    if args.command == "convert":
+    for name in ("target", "train", "test"):
+        if hasattr(args, name):
+            check_folder(os.path.dirname(getattr(args, name)) or ".", f"the folder of {name.upper()}")
+    if args.command == "align":
+        if args.landmarks:
+            faces = align.read_landmarks(args.landmarks, source)
+        else:
+            faces = align.find_faces(source, align.open_detector(), progress=_Bar("finding faces"))
+        if args.save_landmarks:
+            align.write_landmarks(args.save_landmarks, source, faces)
+        made = align.Aligned(source, faces, image_size=args.image_size, quality=args.quality)
+        convert(made, args.target, progress=_Bar("writing"))
+        print(f"written: {args.target} ({len(made)} of {len(source)} images)")
+    elif args.command == "convert":
         convert(source, args.target, progress=_Bar("writing"))
         print(f"written: {args.target}")
     elif args.command == "split":
@@ -177,11 +241,24 @@ def _ps_train(recipe: str, flags: Sequence[str]) -> int:
     return 0
 
 
+def _taken(args: list[str], flag: str, default: str) -> tuple[list[str], str]:
+    """The arguments without a flag and its value, and that value."""
+    words = [word for arg in args for word in (arg.split("=", 1) if arg.startswith(f"{flag}=") else [arg])]
+    if flag not in words:
+        return words, default
+    at = words.index(flag)
+    return words[:at] + words[at + 2 :], (words[at + 1 : at + 2] or [""])[0]
+
+
 def _again(
     prog: str, command: str, args: Sequence[str], extra: Sequence[str] = (), check: Callable[[], None] | None = None
 ) -> int:
     if not args or args[0].startswith("-"):
-        print(f"usage: {prog} RUN [flags]\n\nRUN is the folder that plsc-train wrote (its --out).")
+        print(
+            f"usage: {prog} RUN [--nproc N] [--eval.path PATH] [--eval.pairs LIST] ...\n\n"
+            "RUN is the folder that plsc-train wrote (its --out). All is as RUN/config.toml says but for the flags;\n"
+            f"{prog} RUN --help lists them."
+        )
         return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
 
     def run() -> int:
@@ -189,12 +266,14 @@ def _again(
             check()
         folder, config_file = args[0], Path(args[0]) / "config.toml"
         if not config_file.is_file():
-            raise ValueError(f"{folder} is not a run: it has no config.toml; expected the --out folder of plsc-train")
+            name = folder or "an empty name"
+            raise ValueError(f"{name} is not a run: it has no config.toml; expected the --out folder of plsc-train")
         if any(flag.partition("=")[0] == "--out" for flag in args[1:]):
             raise ValueError(f"--out is for plsc-train; {prog} reads and writes {folder}")
         if _newest(folder) is None:
             raise ValueError(f"{folder} has no whole checkpoint; train it first with plsc-train")
-        return _start(command, replace(_parse(prog, [str(config_file), *args[1:]]), out=folder), extra)
+        config = replace(_parse(f"{prog} {folder}", [str(config_file), *args[1:]]), out=folder)
+        return _start(command, config, extra)
 
     return _guarded(run)
 
@@ -204,17 +283,20 @@ def _start(command: str, config: Config, extra: Sequence[str] = ()) -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for "module:attr" in recipes
     started = Launch.read()
+    if command == "train":
+        check_folder(config.out, "--out")
     if config.nproc > 1 and (started is None or started.world_size == 1):
         return _launch(command, config, extra)
+    if started is not None and started.rank == 0 and config.nproc not in (1, started.world_size):
+        print(f"nproc is {config.nproc}, but a launcher has started {started.world_size} ranks: those are the ranks")
     return _work(command, config, extra)
 
 
 def _launch(command: str, config: Config, extra: Sequence[str]) -> int:
     """The command on the ranks of this machine; what one of them fails with is said once, here."""
-    with tempfile.TemporaryDirectory(prefix="plsc-") as name:
-        config_file, reports = Path(name) / "config.toml", Path(name) / "reports"
+    with scratch_folder() as folder:
+        config_file = folder / "config.toml"
         config_file.write_text(dump(config), encoding="utf-8")
-        reports.mkdir()
         start = f"import sys; sys.path[:] = {sys.path!r}; from plsc.cli import work; sys.exit(work(*sys.argv[1:]))"
         ranks = [
             sys.executable,
@@ -225,10 +307,22 @@ def _launch(command: str, config: Config, extra: Sequence[str]) -> int:
             str(config_file),
             *extra,
         ]  # modules are found as they are here
-        outcome = launch(ranks, config.nproc, folder=reports)
+
+        def launch_ranks(nproc: int) -> Outcome:
+            return launch(ranks, nproc, folder=Path(tempfile.mkdtemp(prefix="reports-", dir=folder)))
+
+        outcome = run_again(
+            launch_ranks,
+            config.nproc,
+            max_restarts=config.max_restarts if command == "train" and not config.check else 0,
+            final_codes=(EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED),
+            newest=lambda: _newest(config.out),
+            batch_parts=config.batch_size // config.strategy.accumulate,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
     if outcome.message:
         print(outcome.message, file=sys.stderr)
-    if outcome.code not in (0, EXIT_USAGE) and command == "train":
+    if outcome.code not in (0, EXIT_USAGE, EXIT_DIVERGED) and command == "train" and not config.check:
         newest = _newest(config.out)
         hint = f"newest checkpoint: {newest}; the same command continues from it" if newest else "no checkpoint yet"
         print(hint, file=sys.stderr)
@@ -239,6 +333,10 @@ def _work(command: str, config: Config, extra: Sequence[str]) -> int:
     """This process's part of a command, as one rank of a world or alone."""
     if Launch.read() is not None:
         die_with_parent()
+    if config.check and command == "train":
+        from plsc.train.check import check
+
+        return 0 if check(config, say=print) else EXIT_FAILURE
     comm = connect(timeout=config.timeout)
     from plsc.train import run  # matplotlib and all: only where they are needed
 
@@ -247,7 +345,9 @@ def _work(command: str, config: Config, extra: Sequence[str]) -> int:
         if command == "train":
             result = run.train(config, comm=comm, progress=_Bar("drawing glyphs") if comm.rank == 0 else None)
         elif command == "evaluate":
-            result = run.evaluate(config, comm=comm)
+            result = run.evaluate(config, report=extra[0], comm=comm)
+            if comm.rank == 0 and extra[0]:
+                print(f"report: {Path(extra[0]) / 'report.html'}")
         elif command == "embed":
             bar = _Bar("embedding") if comm.rank == 0 else None
             run.embed_images(config, *extra, comm=comm, progress=bar)
@@ -255,7 +355,12 @@ def _work(command: str, config: Config, extra: Sequence[str]) -> int:
             if comm.rank == 0:
                 print(f"written: {extra[1]}")
         else:
-            result = run.export(config, comm=comm)
+            to, storage, thumbnails = extra
+            result = run.export(config, to=to, thumbnails=bool(thumbnails), comm=comm)
+            if comm.rank == 0 and to in ("all", "bundle"):
+                cli_serve.bundle_run(config.out, storage=storage)
+        if command == "train" and result is not None and config.export and comm.rank == 0:
+            cli_serve.bundle_run(config.out)
     if comm.rank == 0 and result is not None:
         _report(Path(config.out), result)
     comm.close()
@@ -264,21 +369,36 @@ def _work(command: str, config: Config, extra: Sequence[str]) -> int:
 
 @contextmanager
 def _logging_to_stdout(comm: Communicator) -> Iterator[None]:
-    """What the library logs, as plain lines: all of rank 0's, the warnings of the others."""
+    """What the library logs, as plain lines: all of rank 0's, the warnings of the others.
+
+    A record marked `once` says what every rank finds, of every data set alike: rank 0 says it, of the first.
+    """
+    said: set[str] = set()
+
+    def is_news(record: logging.LogRecord) -> bool:
+        if not getattr(record, "once", False):
+            return True
+        known = comm.rank > 0 or record.msg in said
+        said.add(record.msg)
+        return not known
+
     log, handler = logging.getLogger("plsc"), logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s" if comm.rank == 0 else f"rank {comm.rank}: %(message)s"))
+    handler.addFilter(is_news)
     log.addHandler(handler)
+    before = log.level
     log.setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
     try:
         yield
     finally:
         log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def _parse(prog: str, args: Sequence[str]) -> Config:
     """The recipe, overridden by flags."""
     recipe = load_recipe(args[0])
-    config = _override(f"{prog} {args[0]}", recipe, args[1:])
+    config = _override(prog, recipe, args[1:])
     asked = any(arg.partition("=")[0].replace("_", "-") == "--head.margin-args" for arg in args)
     if recipe.head.margin_args and config.head.margin != recipe.head.margin and not asked:
         inherited = " ".join(f"{name} {value}" for name, value in recipe.head.margin_args.items())
@@ -352,11 +472,16 @@ def _report(out: Path, result: dict[str, Any]) -> None:
         "export/dense.safetensors",
         "export/centres.safetensors",
         "export/embeddings.safetensors",
+        "export/backbone.safetensors",
+        "export/model.pt2",
+        "bundle",
     ]
     print("\nwritten:")
     for name in names:
         if (out / name).exists():
             print(f"  {out / name}")
+    if (out / "bundle").exists():
+        print(f"serve it, with a page to look at: plsc-serve {out}")
     for name in ("top1", "top5"):
         if name in result:
             print(f"{name} accuracy: {result[name] * 100:.2f} %")
@@ -391,16 +516,25 @@ def _guarded(run: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
-        code = EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILURE
-        text = f"error: {error}" if _speaks_for_itself(error) else traceback.format_exc().rstrip()
+        code, text = exit_code(error), told(error)
         if not report(code, text, about_others=isinstance(error, CommError)):
             print(text, file=sys.stderr)
         return code
 
 
-def _speaks_for_itself(error: Exception) -> bool:
-    """Whether the message is enough; PLSC_DEBUG=1 shows the traceback of everything."""
-    if os.environ.get("PLSC_DEBUG") == "1":
-        return False
-    known = (ValueError, FailedTogether, CommError, NonFiniteLoss, ReadingProcessDied)
-    return isinstance(error, known) or (isinstance(error, OSError) and error.filename is not None)
+COMMANDS = {"train": train, "eval": evaluate, "export": export, "embed": embed, "data": data, "ps": ps, "serve": serve}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """python -m plsc.cli COMMAND ...: the commands where they are not on the PATH."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args and args[0] in COMMANDS:
+        return COMMANDS[args[0]](args[1:])
+    print(
+        f"usage: python -m plsc.cli {' | '.join(COMMANDS)} ...\n\nthe same as plsc-train and so on, each with --help."
+    )
+    return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, get_type_hints
@@ -16,6 +16,9 @@ from torch.optim import Optimizer
 from plsc.comm import Auto, Communicator, check_topology, connect, route, shard_of, world
 from plsc.data import Dataset, Loader
 from plsc.ops.optim import RowUpdate, deferred_updates, merge_updates
+from plsc.ps import Communicator as SparseStore
+from plsc.ps import Rule, SparseEmbedding
+from plsc.ps.choose import check_mode, open_store
 from plsc.strategies import (
     DGC,
     DGCOptions,
@@ -29,6 +32,7 @@ from plsc.strategies import (
     convert_sync_bn,
     grad_norm,
     make_reduction,
+    parse_recompute,
     recompute,
 )
 
@@ -40,20 +44,25 @@ T = TypeVar("T")
 class Strategy:
     """How a run is spread and in which precision; every field works alone and together with the others.
 
-    amp: "fp32" | "bf16" | "fp16" (with a dynamic loss scale).
-    reduce_dtype: what gradients travel in, "fp32" | "bf16" | "fp16" (scaled to its range, bucket by bucket).
-    reduce_accumulate: where half types are added up: "native" (as the transport does) | "fp32" (rounded once).
-    bucket_mb: gradients are fused into buckets of this many MiB.
-    lanes: communicators that buckets take in turn.
-    topology: the way of their sums, "flat" | "ring" | "hierarchical" | "grid" | "auto" | "module:Class"; see
-        plsc.comm.route.
-    compress: "none" | "dgc": each rank sends the few largest entries; SGD only. compress_args: as DGCOptions.
-    local_sgd: the ranks average their weights every so many steps, and no gradients; 0 is off. local_sgd_args: as
-        LocalSGDOptions.
-    accumulate: micro-batches an optimizer step; the global batch stays the same, memory shrinks.
-    clip_norm: largest norm of the whole gradient, cut weights counted once; 0 is off.
-    recompute: "none" | "full" | "every:k": blocks whose activations are computed again in the backward.
-    sync_bn: batch statistics over all ranks.
+    Attributes:
+        amp: "fp32" | "bf16" | "fp16" (with a dynamic loss scale).
+        reduce_dtype: what gradients travel in, "fp32" | "bf16" | "fp16" (scaled to its range, bucket by bucket).
+        reduce_accumulate: where half types are added up: "native" (as the transport does) | "fp32" (rounded once).
+        bucket_mb: gradients are fused into buckets of this many MiB; 0: as many as a measurement at the start says,
+            kept in the checkpoint. A fixed number gives the same bits in every run.
+        lanes: communicators that buckets take in turn.
+        topology: the way of their sums, "flat" | "ring" | "hierarchical" | "grid" | "auto" | "module:Class"; see
+            plsc.comm.route.
+        compress: "none" | "dgc": each rank sends the few largest entries; SGD only. compress_args: as DGCOptions.
+        local_sgd: the ranks average their weights every so many steps, and no gradients; 0 is off. local_sgd_args: as
+            LocalSGDOptions.
+        accumulate: micro-batches an optimizer step; the global batch stays the same, memory shrinks.
+        clip_norm: largest norm of the whole gradient, cut weights counted once; 0 is off.
+        recompute: "none" | "full" | "selective" | "every:k" | "blocks:0-3,7": blocks whose activations are computed again
+        in the backward; see plsc.strategies.recompute.
+        sync_bn: batch statistics over all ranks.
+        ps: how rows of sparse tables are trained, "none" | "direct" | "async" | "half_async" | "sync" | "geo". servers:
+            host:port of each server; none: a table of this process. ps_args: the mode's settings; see docs/ps.md.
     """
 
     amp: str = "fp32"
@@ -70,6 +79,9 @@ class Strategy:
     clip_norm: float = 0.0
     recompute: str = "none"
     sync_bn: bool = False
+    ps: str = "none"
+    servers: list[str] = field(default_factory=list)
+    ps_args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.amp not in AMP:
@@ -77,12 +89,14 @@ class Strategy:
         try:
             make_reduction(self.reduce_dtype, accumulate=self.reduce_accumulate)
             check_topology(self.topology)
+            parse_recompute(self.recompute)
         except ValueError as error:
             raise ValueError(f"strategy: {error}") from error
-        if self.accumulate < 1 or not self.clip_norm >= 0.0 or not self.bucket_mb > 0.0 or self.lanes < 1:
+        if self.accumulate < 1 or not self.clip_norm >= 0.0 or not self.bucket_mb >= 0.0 or self.lanes < 1:
             raise ValueError(
                 f"strategy: got accumulate={self.accumulate}, clip_norm={self.clip_norm}, bucket_mb={self.bucket_mb}, "
-                f"lanes={self.lanes}; expected accumulate and lanes >= 1, clip_norm >= 0 (0 is off), bucket_mb > 0"
+                f"lanes={self.lanes}; expected accumulate and lanes >= 1, clip_norm >= 0 (0 is off), bucket_mb >= 0 "
+                "(0 is measured)"
             )
         if self.compress not in ("none", "dgc") or self.local_sgd < 0:
             raise ValueError(
@@ -91,6 +105,10 @@ class Strategy:
             )
         self.dgc_options()
         self.local_sgd_options()
+        if self.ps != "none":
+            check_mode(self.ps, self.ps_args)
+        elif self.servers or self.ps_args:
+            raise ValueError("strategy: got servers or ps_args but ps is 'none'; give a mode, such as ps='async'")
         for pair, why in self._conflicts():
             raise ValueError(f"strategy: {pair} do not go together: {why}")
 
@@ -146,7 +164,14 @@ class Step:
 
 
 class NonFiniteLoss(FloatingPointError):
-    """The loss is NaN or infinite on some rank; raised on every rank before any weight has changed."""
+    """The loss is NaN or infinite on some rank; raised on every rank before any weight has changed.
+
+    gradient: the first gradient that is not finite, where it was not the loss.
+    """
+
+    def __init__(self, message: str, *, gradient: str | None = None) -> None:
+        super().__init__(message)
+        self.gradient = gradient
 
 
 class Fleet:
@@ -168,7 +193,10 @@ class Fleet:
         self.scaler = LossScaler() if self.strategy.amp == "fp16" else None
         self.reducers: list[Reducer | DGC] = []
         self.locals: list[LocalSGD] = []
+        self.sparse: list[SparseEmbedding] = []
+        self.stores: list[SparseStore] = []
         self._route: Communicator | None = None  # what gradients travel on
+        self._names: dict[int, str] = {}  # of replicated parameters
         self._checked: set[int] = set()
         self._micro = 0
         self._pending: list[RowUpdate] = []
@@ -192,12 +220,40 @@ class Fleet:
         # sync_bn in a recomputed block communicates in the backward again: in the same order on all ranks
         recompute(module, self.strategy.recompute, allow_collectives=True)
         broadcast_parameters(module, self.comm)
+        self._names |= {id(param): name for name, param in module.named_parameters()}
         self._spread(module)
         return module
 
+    def embedding(
+        self,
+        name: str,
+        *,
+        dim: int,
+        pooling: str = "sum",
+        padding_key: int | None = None,
+        rule: str | Rule | None = None,
+        lr: float | None = None,
+    ) -> SparseEmbedding:
+        """An embedding whose rows live in table `name`, trained as the strategy's `ps` says; see plsc.ps.choose."""
+        mode = "direct" if self.strategy.ps == "none" else self.strategy.ps
+        store = open_store(
+            name,
+            dim=dim,
+            mode=mode,
+            servers=self.strategy.servers,
+            args=self.strategy.ps_args,
+            rank=self.rank,
+            workers=self.world_size,
+            rule=rule,
+            lr=lr,
+        )
+        self.stores.append(store)
+        self.sparse.append(SparseEmbedding(store, pooling=pooling, padding_key=padding_key))
+        return self.sparse[-1]
+
     def loader(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Iterable[Any],
         batch_size: int,
         *,
         seed: int = 0,
@@ -205,9 +261,12 @@ class Fleet:
         transform: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None,
         workers: int = 0,
         on_bad_image: str = "raise",
+        per_class: int = 0,
     ) -> Loader:
         """Equal batches for every rank, in an order that no world size changes.
 
+        dataset: a plsc.data.Dataset, a map-style data set or any iterable of (image, label).
+        per_class: images of a class side by side in every batch, 0 for a plain shuffle.
         batch_size: samples an optimizer step takes over all ranks; with accumulation each call of the model gets
             batch_size / (world_size * accumulate) of them.
         """
@@ -228,6 +287,7 @@ class Fleet:
             workers=workers,
             device=self.device,
             on_bad_image=on_bad_image,
+            per_class=per_class,
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -248,6 +308,8 @@ class Fleet:
         may_skip = self.scaler is not None or self.strategy.compress != "none"
         defer = may_skip or self.strategy.clip_norm > 0 or self.strategy.accumulate > 1
         scaled = loss / self.strategy.accumulate
+        for layer in self.sparse:
+            layer.grad_scale = 1.0 if self.scaler is None else self.scaler.loss_scale
         with ExitStack() as stack:
             if not last:
                 for reducer in self.reducers:
@@ -265,10 +327,12 @@ class Fleet:
         return self._finish(optimizer)
 
     def meet(self, optimizer: Optimizer) -> None:
-        """Makes the replicas of local SGD the same, momentum included; does nothing otherwise. Collective.
+        """Makes the replicas of local SGD the same, momentum included, and has all rows' pushes applied. Collective.
 
         To be called before evaluation and before a checkpoint.
         """
+        for store in self.stores:
+            store.flush()
         for local in self.locals:
             local.meet(optimizer)
 
@@ -348,7 +412,10 @@ class Fleet:
                 found = any_nonfinite([param.grad for param in params if param.grad is not None])
             overflow = self.any(bool(torch.maximum(found, any_nonfinite([u.grad for u in updates]).to(self.device))))
             if self.scaler is not None:
-                self.scaler.update(overflow)
+                try:
+                    self.scaler.update(overflow)
+                except FloatingPointError as error:
+                    raise self._collapsed(error, params) from error
             if overflow:
                 for compressor in compressors:
                     compressor.skip()
@@ -369,6 +436,17 @@ class Fleet:
             compressor.apply(optimizer)
         optimizer.step()
         return self._end(optimizer, Step(updated=True, grad_norm=norm))
+
+    def _collapsed(self, error: FloatingPointError, params: list[nn.Parameter]) -> NonFiniteLoss:
+        """The loss scale has fallen to nothing: with the name of the first gradient that is not finite on any rank."""
+        names = (
+            self._names.get(id(param), f"{'cut ' if shard_of(param) else ''}parameter of shape {tuple(param.shape)}")
+            for param in params
+            if param.grad is not None and bool(any_nonfinite([param.grad]))
+        )
+        found = [name for name in self.comm.gather_objects(next(names, None)) if name]
+        gradient = f"{found[0]} (gradient)" if found else None
+        return NonFiniteLoss(f"{error}; first gradient that is not finite: {gradient}", gradient=gradient)
 
     def _end(self, optimizer: Optimizer, step: Step) -> Step:
         """What ends a step, taken or skipped."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import resource
@@ -17,7 +18,9 @@ from typing import Any
 import pytest
 
 from plsc import cli
+from plsc.comm import Counting, LocalCommunicator
 from plsc.train.config import load_recipe
+from plsc.train.launch import Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = """
@@ -110,7 +113,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 FLAGS = """
-seed epochs max-steps batch-size log-every save-every keep out resume nproc timeout export
+seed epochs max-steps batch-size log-every save-every keep out resume nproc timeout max-restarts check export
 data.kind data.path data.root data.image-size data.channels data.num-classes data.workers data.on-bad-image
 data.flip data.crop data.augment data.fonts
 data.min-faces data.held-out data.num-samples data.labels
@@ -141,7 +144,7 @@ def test_help_lists_every_flag_and_no_more(capsys: pytest.CaptureFixture[str]) -
     assert caught.value.code == 0
     text = capsys.readouterr().out
     found = re.findall(r"^[│ ] (?:-h, )?--([a-z][\w.-]*)", text, re.MULTILINE)
-    assert found == ["help", *FLAGS.split()] and len(found) <= 75
+    assert found == ["help", *FLAGS.split()] and len(found) <= 80
     assert re.search(r"--head\.margin-args \[NAME VALUE", text) and "scale 32.0 margin 0.3" in " ".join(text.split())
     assert "--no-resume" in text and "(default: runs/glyphs)" in text
 
@@ -335,6 +338,126 @@ def test_a_bug_keeps_its_traceback(
     assert cli.train(flags) == 2 and "Traceback" in capsys.readouterr().err
 
 
+def test_every_output_that_cannot_be_written_is_refused_at_once(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cli, "_launch", lambda *_: pytest.fail("started ranks"))
+    for out in ("file", "file/run"):
+        assert cli.train([str(here), "--nproc", "2", "--out", str(tmp_path / out)]) == 2
+        err = capsys.readouterr().err
+        assert err == (
+            f"error: --out is '{tmp_path / out}', but {tmp_path / 'file'} is a file; expected a folder, or a new name "
+            "for one\n"
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    (tmp_path / "list.txt").write_text("a.png 0\n")
+    for words in (
+        ["convert", "list.txt", "file/a.tar"],
+        ["split", "list.txt", "a", "file/b"],
+        ["pairs", "list.txt", "file/p"],
+    ):
+        command, source, *targets = words
+        assert cli.data([command, str(tmp_path / source), *(str(tmp_path / target) for target in targets)]) == 2
+        name = {"convert": "TARGET", "split": "TEST", "pairs": "TARGET"}[command]
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: the folder of {name} is '{tmp_path / 'file'}', but ") and err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "list.txt"]
+    for flags in (["--out", f"{tmp_path}/file/a.parquet"], [f"--out={tmp_path}/file/a.parquet"]):
+        assert cli.embed(["run", "images", *flags]) == 2
+        assert f"the folder of --out is '{tmp_path / 'file'}'" in capsys.readouterr().err
+
+
+def test_backbones_that_do_not_fit_are_a_sentence(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here.parent / "odd.py").write_text(
+        "from torch import nn\n"
+        "def few(embedding_size): ...\n"
+        "def wide(embedding_size, *, image_size, in_channels):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, embedding_size + 1))\n"
+        "def flat(embedding_size, *, image_size, in_channels):\n"
+        "    return nn.Conv2d(in_channels, embedding_size, 16)\n"
+        "class Pair(nn.Module):\n"
+        "    def __init__(self, embedding_size, *, image_size, in_channels):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(1, 1)\n"
+        "    def forward(self, images):\n"
+        "        return images, images\n"
+    )
+    wanted = "for images [12, 1, 16, 16], expected embeddings [12, 8]"
+    cases = [
+        ("few", "got few(embedding_size), expected one that can be called (8, image_size=16, in_channels=1)"),
+        ("wide", f"the backbone odd:wide gave [12, 9] {wanted}"),
+        ("flat", f"the backbone odd:flat gave [12, 8, 1, 1] {wanted}"),
+        ("Pair", f"the backbone odd:Pair gave a tuple {wanted}"),
+    ]
+    for name, words in cases:
+        flags = ["--out", str(tmp_path / name), "--data.workers", "0", "--model.backbone", f"odd:{name}"]
+        assert cli.train([str(here), *flags]) == 2
+        err = capsys.readouterr().err
+        assert words in err and err.startswith("error: ") and err.count("\n") == 1
+    sys.modules.pop("odd", None)
+
+
+@pytest.mark.parametrize(("code", "hint"), [(0, False), (1, True), (2, False), (3, False), (130, True), (137, True)])
+def test_continuing_is_advised_where_it_helps(
+    code: int, hint: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after a user's mistake (2) or a loss that is not finite (3): the same command would end the same way."""
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: Outcome(code, "words"))
+    monkeypatch.setattr(cli, "_newest", lambda _: tmp_path / "step_00000004")
+    assert cli.train(["glyphs", "--nproc", "2", "--out", str(tmp_path)]) == code
+    hints = f"newest checkpoint: {tmp_path / 'step_00000004'}; the same command continues from it\n"
+    assert capsys.readouterr().err == "words\n" + hints * hint
+
+
+def test_a_loss_that_is_not_finite_has_an_exit_code_and_advice_of_its_own(
+    here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(here), "--out", str(tmp_path), "--data.workers", "0", "--optim.lr", "1e30"]
+    assert cli.train(flags) == 3
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and "continues" not in err
+    assert "the same command would stop here again: lower the learning rate" in err
+
+
+def test_a_launchers_ranks_and_nproc_together_are_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "_work", lambda *_: 0)
+    for name, value in {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for rank, nproc, said in (("0", "2", True), ("1", "2", False), ("0", "4", False), ("0", "1", False)):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.train(["glyphs", "--nproc", nproc, "--out", str(tmp_path)]) == 0
+        words = "nproc is 2, but a launcher has started 4 ranks: those are the ranks\n"
+        assert capsys.readouterr().out == words * said
+
+
+def test_what_every_rank_finds_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("plsc.data.images")
+    for rank, expected in ((0, "train thin\nbad image\nval empty\nbad image\n"), (1, "rank 1: bad image\n" * 2)):
+        comm = Counting(LocalCommunicator())
+        comm.rank = rank
+        with cli._logging_to_stdout(comm):
+            log.warning("%s thin", "train", extra={"once": True})
+            log.warning("bad image")
+            log.warning("%s thin", "val", extra={"once": True})
+            log.warning("%s empty", "val", extra={"once": True})
+            log.warning("bad image")
+        assert capsys.readouterr().out == expected
+
+
+def test_commands_by_module(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main([]) == 2 and cli.main(["--help"]) == 0 and cli.main(["tarin"]) == 2
+    assert capsys.readouterr().out.count("usage: python -m plsc.cli train | eval | export | embed | data") == 3
+    assert cli.main(["eval", str(tmp_path)]) == 2 and "is not a run" in capsys.readouterr().err
+    command = [sys.executable, "-m", "plsc.cli", "data", "stats", str(tmp_path / "gone")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
 # ---- with ranks that are processes
 
 
@@ -519,7 +642,8 @@ def test_an_error_in_one_rank_is_told_once(rank: int, recipe: Path, tmp_path: Pa
     if kind == "user":
         assert errors == "error: the images are upside down\n"
     else:
-        assert errors.count("Traceback") == 1 and "KeyError: 'the images are upside down'\nno checkpoint yet" in errors
+        assert errors.count("Traceback") == 1 and "KeyError: 'the images are upside down'\n" in errors
+        assert "parts.py" in errors and "trainer.py" not in errors and errors.endswith(")\nno checkpoint yet\n")
 
 
 @pytest.mark.slow

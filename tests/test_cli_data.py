@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def faces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.data([]) == 2 and cli.data(["verify"]) == 2 and cli.data(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(word in out for word in ("verify", "stats", "convert", "split", "pairs"))
+    assert all(word in out for word in ("verify", "stats", "convert", "split", "pairs", "align"))
     assert cli.embed([]) == 2 and cli.embed(["run"]) == 2 and cli.embed(["--help"]) == 0
     assert "usage: plsc-embed RUN DATA" in capsys.readouterr().out
 
@@ -126,7 +127,95 @@ def test_a_bad_image_does_not_stop_a_run(faces: Path, tmp_path: Path, capsys: py
     assert cli.train([str(tmp_path / "r.toml"), "--out", str(run), "--log-every", "1"]) == 0
     assert "P3/P3_0002.jpg" in capsys.readouterr().out
     assert len([line for line in (run / "metrics.jsonl").read_text().splitlines() if "loss" in json.loads(line)]) == 5
-    assert cli.train([str(tmp_path / "r.toml"), "--out", str(tmp_path / "y"), "--data.on-bad-image", "raise"]) != 0
+    capsys.readouterr()
+    assert cli.train([str(tmp_path / "r.toml"), "--out", str(tmp_path / "y"), "--data.on-bad-image", "raise"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: sample ") and "x/P3/P3_0002.jpg" in err and "on_bad_image='redraw'" in err
+    assert err.count("\n") == 1  # a sentence, no traceback
+
+
+def test_a_missing_file_of_a_list_ends_in_a_sentence(
+    faces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [f"P{k // 5}/P{k // 5}_{k % 5 + 1:04d}.jpg {k // 5}" for k in range(40)]
+    lines[22] = "P4/gone.jpg 4"
+    (tmp_path / "l.txt").write_text("\n".join(lines))
+    (tmp_path / "r.toml").write_text(RECIPE.format(faces=tmp_path / "l.txt"))
+    flags = ["--data.kind", "list", "--data.root", str(faces), "--data.on-bad-image", "raise", "--out"]
+    for args in (
+        ["--data.workers", "0", *flags, str(tmp_path / "a")],
+        ["--data.workers", "1", *flags, str(tmp_path / "b")],
+    ):
+        assert cli.train([str(tmp_path / "r.toml"), *args]) == 2
+        err = capsys.readouterr().err
+        assert "l.txt, line 23: cannot read" in err and "No such file" in err and "check data.root" in err
+        assert err.count("\n") == 1
+    (faces.parent / "copy.txt").write_text("\n".join(f"faces/{line}" for line in lines))
+    assert cli.data(["convert", str(faces.parent / "copy.txt"), str(tmp_path / "x.tar")]) == 2
+    err = capsys.readouterr().err
+    assert "line 23: cannot read" in err and "Traceback" not in err
+
+
+MORTAL = """
+import os, signal
+from plsc.data import ImageFolder
+
+class Mortal(ImageFolder):
+    def __getitem__(self, i):
+        if i == 0 and os.getpid() != self.process:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(i)
+
+def make(path, image_size, channels):
+    data = Mortal(path, image_size=image_size, channels=channels)
+    data.process = os.getpid()
+    return data
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_reading_process_is_what_the_run_ends_with(
+    faces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not a verb of the other rank, which only saw this one go."""
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "r.toml").write_text(RECIPE.format(faces=faces))
+    flags = ["--nproc", "2", "--data.kind", "mortal:make", "--data.workers", "1", "--out", str(tmp_path / "run")]
+    assert cli.train([str(tmp_path / "r.toml"), *flags]) == 1
+    err = capfd.readouterr().err
+    assert "reading process 0 of 1" in err and "was killed (signal 9; out of memory?)" in err
+    assert "error: rank " in err and "Traceback" not in err
+
+
+def test_several_verification_sets_in_one_run(
+    faces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = {}
+    for name, order in (("easy", range(40)), ("other", range(39, -1, -1))):
+        images = [(faces / f"P{k // 5}/P{k // 5}_{k % 5 + 1:04d}.jpg").read_bytes() for k in order]
+        same = [order[2 * k] // 5 == order[2 * k + 1] // 5 for k in range(20)]
+        sets[name] = tmp_path / f"{name}.bin"
+        sets[name].write_bytes(pickle.dumps((images, same)))
+    assert cli.data(["pairs", str(faces), str(tmp_path / "p.txt"), "--num-pairs", "8", "--folds", "2"]) == 0
+    (tmp_path / "r.toml").write_text(RECIPE.format(faces=faces).replace('task = "none"', "folds = 2"))
+    flags = ["--eval.kind", "bin", "--eval.path", str(sets["easy"]), "--out", str(tmp_path / "run")]
+    wanted = [str(tmp_path / "*.bin"), f"{faces}={tmp_path / 'p.txt'}"]
+    assert cli.train([str(tmp_path / "r.toml"), *flags, "--eval.sets", *wanted]) == 0
+    found = json.loads((tmp_path / "run/result.json").read_text())
+    for name in ("easy", "other", "faces"):
+        assert 0 <= found[f"{name}/accuracy"] <= 1 and 0 <= found[f"{name}/auc"] <= 1
+    assert found["easy/accuracy"] == found["accuracy"] and found["easy/auc"] == found["auc"]
+    assert (tmp_path / "run/roc.png").stat().st_size > 5000
+    capsys.readouterr()
+    for entry, words in (
+        ("gone.bin", "does not exist; expected X.bin"),
+        (str(faces), "has no pairs of its own"),
+        (f"{faces}={tmp_path / 'gone.txt'}", "gone.txt"),
+    ):
+        assert cli.train([str(tmp_path / "r.toml"), *flags, "--eval.sets", entry, "--no-resume"]) != 0
+        err = capsys.readouterr().err
+        assert words in err and "Traceback" not in err
 
 
 @pytest.mark.slow

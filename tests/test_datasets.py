@@ -1,6 +1,8 @@
 """datasets/*/prepare.py on small inputs made here: each ends in something the library opens. Nothing is fetched."""
 
 import io
+import json
+import lzma
 import runpy
 import zipfile
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from PIL import Image
 
 from plsc.data import ImageFolder, ImageList, convert, open_images
+from plsc.train.export import export_embeddings
 
 ROOT = Path(__file__).resolve().parents[1] / "datasets"
 
@@ -52,6 +55,60 @@ def test_omniglot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare("omniglot", *archives, tmp_path / "x.tar", monkeypatch=monkeypatch)
     found = open_images(tmp_path / "x.tar")
     assert found.labels.tolist() == [0, 0, 1, 1, 2, 2] and found.name(0) == "Greek_character01/0001_01.png"
+
+
+def test_omniglot_held_out_alphabets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for k, alphabet in enumerate(("Greek", "Latin", "Greek", "Korean")):
+            for drawing in (1, 2):
+                archive.writestr(f"a/{alphabet}/character{k:02d}/{k:04d}_{drawing:02d}.png", picture(k, "PNG"))
+    train, test = tmp_path / "new/train.rec", tmp_path / "new/test.tar"
+    args = (tmp_path / "a.zip", train, "--test", test, "--held-out", "Greek", "Korean")
+    prepare("omniglot", *args, monkeypatch=monkeypatch)
+    assert open_images(train).labels.tolist() == [0, 0] and open_images(test).labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert open_images(test).name(0) == "Greek_character00/0000_01.png"
+
+
+def glyphs48(folder: Path, codes: list[int], designs: list[int]) -> np.ndarray:
+    """The files of glyphs48: noise for each code point and design."""
+    pixels = np.random.default_rng(0).integers(0, 2, (len(codes), 48, 48), np.uint8)
+    folder.mkdir()
+    arrays = {
+        "img": np.packbits(pixels.reshape(len(codes), -1), axis=1),
+        "cp": np.array(codes, np.uint32),
+        "design": np.array(designs, np.uint8),
+    }
+    for name, array in arrays.items():
+        with lzma.open(folder / f"glyphs48_train_{name}.npy.xz", "wb") as file:
+            np.save(file, array)
+    (folder / "glyphs48.json").write_text(json.dumps({"designs": [["Sans", "a"], ["Serif", "b"], ["Kai", "c"]]}))
+    return pixels
+
+
+def test_glyphs66k(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    codes = [code for code in range(0x4E00, 0x4E08) for _ in range(3)]
+    pixels = glyphs48(tmp_path / "source", codes, [0, 1, 2] * 8)
+    train, test = tmp_path / "train.rec", tmp_path / "test.tar"
+    args = (tmp_path / "source", train, test, "--held-out", 3, "--gallery", "Serif")
+    prepare("glyphs66k", *args, monkeypatch=monkeypatch)
+    kept, held = open_images(train, image_size=48, channels=1), open_images(test, image_size=48, channels=1)
+    assert (len(kept), kept.num_classes, len(held), held.num_classes) == (15, 5, 9, 3)
+    assert [held.name(i).rpartition("_")[2] for i in range(3)] == ["Serif.png", "Sans.png", "Kai.png"]
+    for i in range(9):  # every picture is the one of its code point and design
+        code, design = int(held.name(i)[2:7], 16), ["Sans", "Serif", "Kai"].index(held.name(i)[:-4].rpartition("_")[2])
+        assert (held[i][0][:, :, 0] == 255 * pixels[codes.index(code) + design]).all()
+    found = set(map(bytes, (kept[i][0] for i in range(15)))) | set(map(bytes, (held[i][0] for i in range(9))))
+    assert len(found) == 24
+    rows = np.repeat(np.eye(4)[:3], 3, axis=0) + np.array([[0, 0, 0, 0.1], [0, 0, 0, 0], [0.2, 0, 0, 0]] * 3)
+    names = [held.name(i) for i in range(9)]
+    export_embeddings(tmp_path / "e.safetensors", rows, labels=held.labels, digest="0" * 64, names=names)
+    monkeypatch.setattr("sys.argv", ["rank1.py", str(tmp_path / "e.safetensors")])
+    capsys.readouterr()
+    runpy.run_path(str(ROOT / "glyphs66k" / "rank1.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:]] == [[d, "3", "6", "1.0000", "1.0000"] for d in ("Kai", "Sans", "Serif")]
+    with pytest.raises(SystemExit):
+        prepare("glyphs66k", *args[:-1], "Comic", monkeypatch=monkeypatch)
 
 
 def test_omniglot_of_real_drawings(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,14 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 RECIPES = sorted(PACKAGE.glob("recipes/*.toml"))
 NOT_INSTALLED = ["cuda", "datasets", "tools", "benchmarks", "tests", "docs"]
 # Imported where they are used, with a clear error when missing; not dependencies. Each with its file count's limit.
-FEW_IMPORTERS = {"cupy": 2, "tyro": 1, "pyarrow": 1, "simplejpeg": 1}
+FEW_IMPORTERS = {"cupy": 2, "tyro": 1, "pyarrow": 2, "simplejpeg": 1, "lmdb": 1}
 OPTIONAL = {"cupy"}
 # Importing plsc in somebody's own training script must not cost these.
 HEAVY = [
     "tyro",
     "pyarrow",
     "simplejpeg",
+    "lmdb",
     "cupy",
     "matplotlib",
     "fontTools",
@@ -85,7 +86,9 @@ def test_wheel_installs_only_plsc(wheel: Path, packed: list[str]) -> None:
 def test_wheel_holds_every_module_and_recipe(packed: list[str]) -> None:
     """A folder without __init__.py would be left out without a word."""
     wanted = {relative(path) for path in [*MODULES, *RECIPES, PACKAGE / "py.typed"]}
-    wanted.add(f"plsc/ps/_core{sysconfig.get_config_var('EXT_SUFFIX')}")  # compiled; its sources stay out
+    native = ["plsc/ps/_core", "plsc/ops/_kernels"]  # compiled; their sources stay out
+    wanted.update(f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}" for name in native)
+    wanted.update(f"plsc/_cuda/{path.name}" for path in ROOT.glob("cuda/*.cu*"))
     assert wanted - set(packed) == set()
     assert {name for name in packed if name.startswith("plsc/")} == wanted
 

@@ -347,3 +347,22 @@ def test_the_measured_topology_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
     favourite = "grid"
     assert run_ranks(2, choice) == ["ring"] * 2
     assert run_ranks(3, choice) == ["grid"] * 3
+
+
+def test_a_loss_scale_that_collapses_names_the_gradient() -> None:
+    def body(comm: Communicator) -> str:
+        fleet = plsc.Fleet(plsc.Strategy(amp="fp16"), comm)
+        net = fleet.replicate(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+        assert fleet.scaler is not None
+        fleet.scaler.loss_scale = 2.0
+        if comm.rank == 1:
+            net[1].weight.register_hook(lambda grad: grad * float("inf"))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        assert fleet.step(net(torch.ones(2, 4)).sum(), optimizer).overflow
+        with pytest.raises(plsc.fleet.NonFiniteLoss) as caught:
+            fleet.step(net(torch.ones(2, 4)).sum(), optimizer)
+        assert caught.value.gradient == "1.weight (gradient)"
+        return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second and "the loss scale fell to 0.5" in first and "not finite: 1.weight (gradient)" in first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import pickle
 from abc import abstractmethod
@@ -18,42 +19,13 @@ from torch import Tensor
 
 from plsc.comm.communicator import Call, CommError, Communicator, Work, reduce_parts
 from plsc.comm.heartbeat import Heartbeat
+from plsc.comm.launch import Launch, launcher_holds_store, number_of_start
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 _sessions = itertools.count()  # sets apart the store keys of worlds that one process opens one after the other
-
-
-@dataclass(frozen=True)
-class Launch:
-    """This process's place in the world, as a launcher wrote it into the environment."""
-
-    rank: int
-    world_size: int
-    local_rank: int | None
-    address: str
-    port: str
-
-    @staticmethod
-    def read() -> Launch | None:
-        """From RANK and WORLD_SIZE (torchrun), else Slurm's variables where MASTER_ADDR is set; None if neither."""
-        env = os.environ
-        if "RANK" in env:
-            rank, size, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
-        elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and "MASTER_ADDR" in env:
-            rank, size, local = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"
-        else:
-            return None
-        absent = [name for name in (rank, size, "MASTER_ADDR") if not env.get(name)]
-        if rank == "RANK" and not env.get("MASTER_PORT"):
-            absent.append("MASTER_PORT")
-        if absent:
-            raise ValueError(
-                f"the environment sets {rank} but not {', '.join(absent)}; start the ranks with torchrun, or set "
-                "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
-            )
-        local_rank = int(env[local]) if env.get(local) else None
-        return Launch(int(env[rank]), int(env[size]), local_rank, env["MASTER_ADDR"], env.get("MASTER_PORT", "29500"))
 
 
 @dataclass(frozen=True)
@@ -108,11 +80,10 @@ class TorchCommunicator(Communicator):
                 f"connect({cls.backend!r}): the environment names no rank; start the ranks with torchrun, or set RANK, "
                 "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
             )
-        env = "RANK" in os.environ
         try:
             dist.init_process_group(
                 cls.backend,
-                init_method="env://" if env else f"tcp://{launch.address}:{launch.port}",
+                store=_store(launch, timedelta(seconds=init_timeout)),
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timedelta(seconds=init_timeout),
@@ -146,10 +117,8 @@ class TorchCommunicator(Communicator):
             ) from error
         if timeout is not None:
             transport._set_default_timeout(timeout)
-        # A launcher's store outlives restarts of the ranks: without the count a rank would read its predecessors' keys.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"plsc/{restart}/{next(_sessions)}", c10d._get_default_store())
-        launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.PrefixStore(f"plsc/{number_of_start()}/{next(_sessions)}", c10d._get_default_store())
+        launcher = launcher_holds_store()
         heartbeat = Heartbeat(
             store,
             dist.get_rank(),
@@ -378,6 +347,29 @@ def adopt() -> TorchCommunicator:
         if kind.backend in str(backend) or (backend == "undefined" and _serves(kind)):
             return kind._adopt(None, timedelta(seconds=300), owned=False)
     raise ValueError(f"torch.distributed runs on backend {backend!r}, expected gloo or nccl")
+
+
+def _store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """Where the ranks meet. torch reads its predecessors' addresses in a launcher's store: each start has its own keys.
+
+    The count of starts is one torchrun's own: with several hosts each start needs a store of its own.
+    """
+    held = launcher_holds_store()
+    hosts, restarts = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if held and hosts != "1" and restarts != "0" and launch.rank == 0:
+        log.warning(
+            "torchrun cannot restart ranks on several hosts while it keeps one store for all starts; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment on every host"
+        )
+    store = dist.TCPStore(
+        launch.address,
+        int(launch.port),
+        world_size=launch.world_size,
+        is_master=not held and launch.rank == 0,
+        timeout=timeout,
+        multi_tenant=not held,
+    )
+    return dist.PrefixStore(f"plsc/start {number_of_start()}", store)
 
 
 def _serves(kind: type[TorchCommunicator]) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from plsc.comm.communicator import Communicator
+from plsc.comm.cupy_nccl import CupyNcclCommunicator
 from plsc.comm.local import LocalCommunicator, thread_rank
 from plsc.comm.topology import Checked
 from plsc.comm.torch_distributed import GlooCommunicator, Launch, NcclCommunicator, adopt
@@ -19,6 +20,7 @@ BACKENDS: dict[str, type[Communicator]] = {
     "local": LocalCommunicator,
     "gloo": GlooCommunicator,
     "nccl": NcclCommunicator,
+    "cupy_nccl": CupyNcclCommunicator,
 }
 
 _current: Communicator | None = None  # the world of this process; ranks that are threads have their own
@@ -83,5 +85,5 @@ def _open_world() -> Communicator | None:
 def _enter(comm: Communicator) -> Communicator:
     global _current, _of_torch
     _current = Checked(comm) if os.environ.get("PLSC_DEBUG") == "1" else comm
-    _of_torch = dist.group.WORLD if comm.name in ("gloo", "nccl") else None
+    _of_torch = dist.group.WORLD if comm.name in ("gloo", "nccl", "cupy_nccl") else None
     return _current

@@ -12,7 +12,7 @@ from plsc.strategies.precision import (
     grad_norm,
     nonfinite_names,
 )
-from plsc.strategies.recompute import recompute
+from plsc.strategies.recompute import parse_recompute, recompute
 from plsc.strategies.reducer import Reducer, broadcast_parameters
 from plsc.strategies.reduction import (
     Accumulated,
@@ -54,6 +54,7 @@ __all__ = [
     "make_reduction",
     "nonfinite_names",
     "param_groups",
+    "parse_recompute",
     "recompute",
     "set_lr",
 ]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from plsc.comm import Communicator, Shard, mark
+from plsc.comm import Communicator, Hierarchical, Shard, mark
+from plsc.strategies.fusion import measured_buckets
 from plsc.strategies.precision import any_nonfinite, clip_grad_norm_
 from plsc.strategies.reducer import Reducer, agree, replicated
 from plsc.strategies.reduction import Reduction
@@ -82,6 +83,7 @@ class DGC:
     The optimizer is torch's SGD; of the compressed parameters DGC itself applies weight decay, momentum and rate, as
     their group says, and the optimizer steps the others, whose gradients are averaged as by a Reducer. A gradient that
     is not finite on one rank makes all of them skip the step, and enters no residual.
+    Over a Hierarchical communicator the ranks of a host average densely and compress as one: sparse between hosts.
     Source: Lin et al. 2018, Deep Gradient Compression.
     """
 
@@ -108,9 +110,15 @@ class DGC:
         large = [param for param in kept if self._compresses(param)]
         small = [param for param in kept if not self._compresses(param)]
         agree(comm, [f"{list(p.shape)} {p.stride()} {p.dtype}" for p in large] + [str(self.options)], "what dgc sends")
+        measured = bucket_mb == 0
+        if measured:
+            bucket_mb, _ = measured_buckets(kept, comm)
         own = comm.split([list(range(comm.world_size))])  # the buckets of the two may come in any order
         self.rest = Reducer(small, comm, bucket_mb=bucket_mb, reduce_dtype=reduce_dtype, lanes=lanes)
         self.wide = Reducer(large, own, bucket_mb=bucket_mb, reduce_dtype=reduce_dtype, lanes=lanes)
+        self.rest.measured = self.wide.measured = measured
+        self._inside, self._between = _levels(comm)
+        self.workers = comm.world_size if self._between is None else self._between.world_size  # that compress
         self._entries = [_Entry(param, _memory(param.data)) for param in large]
         self._checked: set[int] = set()
         self._holds = False  # whether residuals may be unlike zero and momenta unlike on the ranks
@@ -219,7 +227,8 @@ class DGC:
         """Bytes that this rank gives to the verbs of the next step; 0 in a world of one."""
         if not self.is_sparse:
             return self.rest.bytes_per_step + self.wide.bytes_per_step
-        return self.rest.bytes_per_step + self._payload(self.density)
+        share = 1 if self._inside is None else self._inside.world_size
+        return self.rest.bytes_per_step + -(-self._payload(self.density) // share)
 
     def state_dict(self) -> dict[str, Any]:
         """Steps, and this rank's momenta and residuals as its row of [ranks, n]."""
@@ -233,6 +242,7 @@ class DGC:
             "steps": self.steps,
             "holds": self._holds,
             "world_size": self.comm.world_size,
+            "workers": self.workers,
             "options": asdict(self.options),
             "compressed": self._layout(),
             "residuals": residuals,
@@ -261,6 +271,8 @@ class DGC:
                 entry.state(), (residuals[str(index)]["u"], residuals[str(index)]["v"]), strict=True
             ):
                 target.copy_(self._own_row(rows.to(target.device), before))
+                if self._inside is not None and (before, state.get("workers")) != (self.comm.world_size, self.workers):
+                    self._inside.all_reduce(target).wait().div_(self._inside.world_size)
         self.steps, self._holds = int(state["steps"]), bool(state["holds"])
         self._begin_step()
 
@@ -283,10 +295,10 @@ class DGC:
         self.wide.sync = not self.is_sparse
 
     def _pays(self, density: float) -> bool:
-        """Whether the sparse form sends less: to every other rank, against what a ring sends."""
+        """Whether the sparse form sends less: to every other rank (or host), against what a ring of them sends."""
         if not self.options.fallback:
             return True
-        world = self.comm.world_size
+        world = self.workers
         return (world - 1) * self._payload(density) < 2 * (world - 1) / world * self.wide.bytes_per_step
 
     def _payload(self, density: float) -> int:
@@ -316,10 +328,13 @@ class DGC:
         self._holds = False
 
     def _apply_sparse(self, mine: list[tuple[_Entry, dict[str, Any]]]) -> None:
+        if self._inside is not None:
+            for work in [self._inside.all_reduce(flat) for flat in self.wide.flats]:
+                work.wait().div_(self._inside.world_size)
         if self.clip_norm > 0:
             grads = [_grad(entry) for entry, _ in mine]
             norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))
-            limit = self.clip_norm / math.sqrt(self.comm.world_size)
+            limit = self.clip_norm / math.sqrt(self.workers)
             if norm > limit:
                 torch._foreach_mul_(grads, limit / norm)
         values, indices = [], []
@@ -338,13 +353,31 @@ class DGC:
         """One all_gather for everything; what the ranks send is added in their order, so that all get the same bits."""
         parts = [part.view(torch.uint8) for part in (*values, *indices)]
         sizes = [len(part) for part in parts]
-        gathered = self.comm.all_gather(torch.cat(parts)).wait().view(self.comm.world_size, -1)
-        for row in gathered:
+        for row in self._gather(torch.cat(parts)):
             pieces = row.split(sizes)
             for number, (entry, group) in enumerate(mine):
                 value = pieces[number].clone().view(entry.flat.dtype)  # a copy: bytes in between may lie askew
                 index = pieces[len(mine) + number].clone().view(INDEX).long()
-                entry.flat.index_add_(0, index, value, alpha=-float(group["lr"]) / self.comm.world_size)
+                entry.flat.index_add_(0, index, value, alpha=-float(group["lr"]) / self.workers)
+
+    def _gather(self, payload: Tensor) -> Tensor:
+        """What each worker sends [bytes] as [workers, bytes]. The ranks of a host share out what it sends."""
+        if self._inside is None or self._between is None:
+            return self.comm.all_gather(payload).wait().view(self.workers, -1)
+        share = -(-len(payload) // self._inside.world_size)
+        padded = torch.cat([payload, payload.new_zeros(share * self._inside.world_size - len(payload))])
+        mine = padded.view(-1, share)[self._inside.rank]
+        theirs = self._between.all_gather(mine).wait()  # [workers * share]
+        pieces = self._inside.all_gather(theirs).wait().view(-1, self.workers, share)
+        return pieces.transpose(0, 1).reshape(self.workers, -1)[:, : len(payload)]
+
+
+def _levels(comm: Communicator) -> tuple[Communicator | None, Communicator | None]:
+    """The ranks of this host, and those at this rank's place on the others, where a topology goes by hosts."""
+    if not isinstance(comm, Hierarchical) or not comm.is_even or len(comm.hosts[0]) == 1:
+        return None, None
+    places = [[host[place] for host in comm.hosts] for place in range(len(comm.hosts[0]))]
+    return comm.inner.split(comm.hosts), comm.inner.split(places)
 
 
 def kept_entries(numel: int, density: float) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from plsc.comm import Communicator, shard_of
+from plsc.strategies.fusion import measured_buckets
 from plsc.strategies.reducer import agree, flat_views, plan_buckets, replicated
 from plsc.strategies.reduction import Full, Lanes, Reduction, make_reduction
 
@@ -79,6 +80,7 @@ class LocalSGD:
     ) -> None:
         """Collective; the ranks must start from the same weights (broadcast_parameters).
 
+        bucket_mb: as in Reducer, 0 is measured.
         reduce_dtype, lanes: what the differences to the last meeting travel in and on, as in Reducer.
         """
         self.comm, self.options = comm, options or LocalSGDOptions()
@@ -91,10 +93,9 @@ class LocalSGD:
         about = [*map(str, self._layout), str(self.options), f"{len(self._counts)} counts", reduction.name]
         agree(comm, about, "what local SGD averages")
         self._weight_lanes, self._statistic_lanes = Lanes(reduction, comm, lanes=lanes), Lanes(Full(), comm)
-        self._buckets = [
-            *_buckets(self.params, bucket_mb=bucket_mb, outer=True),
-            *_buckets(statistics, bucket_mb=bucket_mb, outer=False),
-        ]
+        self._statistics = statistics
+        self.measured = bucket_mb == 0
+        self._lay_out(measured_buckets(self.params, comm)[0] if self.measured else bucket_mb)
         self.steps = 0  # attempted
         self.since = 0  # steps since the last meeting
         self._anchored = False  # whether what the ranks had at the last meeting is known
@@ -183,6 +184,7 @@ class LocalSGD:
             "first": None if self._first is None else list(self._first),
             "options": asdict(self.options),
             "layout": self._layout,
+            "bucket_mb": self.bucket_mb,
             "velocities": velocities,
         }
 
@@ -190,6 +192,14 @@ class LocalSGD:
         """Goes on from a meeting; the weights are the module's."""
         if state.get("layout") != self._layout:
             raise ValueError("local_sgd: the checkpoint averaged other tensors; build the same model")
+        mb = state.get("bucket_mb", self.bucket_mb)
+        if mb != self.bucket_mb and self.measured:
+            self._lay_out(mb)
+        if mb != self.bucket_mb and state["velocities"]:
+            raise ValueError(
+                f"local_sgd: got bucket_mb {mb} in the checkpoint, expected {self.bucket_mb}: its outer momentum lies "
+                "in such buckets; build it with the saved bucket_mb"
+            )
         self.steps, self.period = int(state["steps"]), int(state["period"])
         self.since, self._anchored = 0, False
         if state["options"]["every"] != self.options.every:
@@ -201,6 +211,13 @@ class LocalSGD:
             bucket.velocity = None if saved is None else saved.to(bucket.anchor.device, copy=True)
 
     # ---- inside
+
+    def _lay_out(self, bucket_mb: float) -> None:
+        self.bucket_mb = bucket_mb
+        self._buckets = [
+            *_buckets(self.params, bucket_mb=bucket_mb, outer=True),
+            *_buckets(self._statistics, bucket_mb=bucket_mb, outer=False),
+        ]
 
     @torch.no_grad()
     def _average(self, optimizer: Optimizer) -> None:

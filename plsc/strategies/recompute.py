@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import is_grad_enabled, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from plsc.comm import Communicator
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
+# What "selective" keeps, for it costs most to run again: products and convolutions; attention, by its dropout's place.
+KEPT_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")
+)
+KEPT_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
+}
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """Which blocks run again (every so many, or those listed), and whether their products are kept."""
+
+    every: int = 0
+    listed: tuple[int, ...] = ()
+    selective: bool = False
 
 
 def recompute(module: nn.Module, policy: str, *, allow_collectives: bool = False) -> nn.Module:
@@ -21,19 +42,25 @@ def recompute(module: nn.Module, policy: str, *, allow_collectives: bool = False
     state_dict keys and deep copies are not affected. Hooks on submodules of a block fire twice.
 
     Args:
-        policy: "none" (also takes an earlier choice back), "full" (every block), "every:k" (blocks 0, k, 2k, ...).
-            Blocks are what module.recompute_blocks() lists, else the children of the module's top-level
-            nn.Sequential and nn.ModuleList containers, or of the module itself if it is one.
+        policy: "none" (also takes an earlier choice back), "full" (every block), "every:k" (blocks 0, k, 2k, ...),
+            "blocks:0-3,7" (those), or "selective": every block, but the results of its matrix products, convolutions
+            and attention are kept, so that little has to be computed again (under autocast a weight that a block uses
+            twice is then cast twice, and its gradient adds up in another order).
+            Blocks are what module.recompute_blocks() lists, else the children of the module's top-level nn.Sequential
+            and nn.ModuleList containers, or of the module itself if it is one.
         allow_collectives: a block that communicates in its forward does so again in the backward. That is right only
             where every rank recomputes the same blocks in the same order, so it must be asked for.
     """
-    step = _parse(policy)
+    asked = parse_recompute(policy)
     for child in module.modules():
         if isinstance(vars(child).get("forward"), _Recomputed):
             del child.forward
-    if step == 0:
+    if asked == _Policy():
         return module
-    blocks = list(dict.fromkeys(_blocks(module)))[::step]
+    found = list(dict.fromkeys(_blocks(module)))
+    if asked.listed and asked.listed[-1] >= len(found) > 0:
+        raise ValueError(f"recompute: got {policy!r} for {len(found)} blocks, expected numbers below that")
+    blocks = [found[at] for at in asked.listed if found] if asked.listed else found[:: asked.every]
     if not blocks:
         raise ValueError(
             f"recompute: found no blocks in {type(module).__name__}, expected a method recompute_blocks() or top-level "
@@ -53,15 +80,15 @@ def recompute(module: nn.Module, policy: str, *, allow_collectives: bool = False
                 "leave it out, or pass allow_collectives=True where all ranks recompute the same blocks"
             )
     for block in blocks:
-        block.forward = _Recomputed(block)
+        block.forward = _Recomputed(block, selective=asked.selective)
     return module
 
 
 class _Recomputed:
     """Stands in for one block's forward. An object that holds the block, so that a deep copy holds the copied block."""
 
-    def __init__(self, block: nn.Module) -> None:
-        self.block = block
+    def __init__(self, block: nn.Module, *, selective: bool) -> None:
+        self.block, self.selective = block, selective
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
@@ -69,19 +96,41 @@ class _Recomputed:
             return type(block).forward(block, *args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), _buffers_kept(block)
+            first, again = create_selective_checkpoint_contexts(_keeps) if self.selective else (nullcontext(), None)
+            return first, _buffers_kept(block, again)
 
-        return checkpoint(type(block).forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        with _without_cast_cache() if self.selective else nullcontext():
+            return checkpoint(type(block).forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _keeps(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Attention that draws random numbers is not kept: left out, it would shift those of whatever comes after it."""
+    where = KEPT_ATTENTION.get(op)
+    dropout = 0.0 if where is None else kwargs.get("dropout_p", args[where] if len(args) > where else 0.0)
+    kept = op in KEPT_PRODUCTS or (where is not None and not dropout)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager
-def _buffers_kept(block: nn.Module) -> Iterator[None]:
+def _without_cast_cache() -> Iterator[None]:
+    """A weight that autocast has cast before would not be cast by a block's second call, but by its repetition."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def _buffers_kept(block: nn.Module, around: AbstractContextManager[Any] | None) -> Iterator[None]:
     """Inside, the block works on copies of its buffers: the first run has updated running statistics already."""
     kept = [(module, *named) for module in block.modules() for named in module.named_buffers(recurse=False)]
     for module, name, buffer in kept:
         setattr(module, name, buffer.clone())
     try:
-        yield
+        with around or nullcontext():
+            yield
     finally:
         for module, name, buffer in kept:
             setattr(module, name, buffer)
@@ -100,11 +149,19 @@ def _communicates(module: nn.Module) -> bool:
     return isinstance(module, nn.SyncBatchNorm) or any(isinstance(x, Communicator) for x in vars(module).values())
 
 
-def _parse(policy: str) -> int:
-    """Every how many blocks one is recomputed; 0 for none."""
-    if policy in ("none", "full"):
-        return 0 if policy == "none" else 1
-    kind, _, count = policy.partition(":")
-    if kind == "every" and count.isdecimal() and int(count) > 0:
-        return int(count)
-    raise ValueError(f'recompute: got {policy!r}, expected "none", "full" or "every:k" with k >= 1')
+def parse_recompute(policy: str) -> _Policy:
+    """What a policy asks for; ValueError where it is none."""
+    known = {"none": _Policy(), "full": _Policy(every=1), "selective": _Policy(every=1, selective=True)}
+    kind, _, detail = policy.partition(":")
+    if policy in known:
+        return known[policy]
+    if kind == "every" and detail.isdecimal() and int(detail) > 0:
+        return _Policy(every=int(detail))
+    if kind == "blocks" and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", detail):
+        ends = [part.partition("-") for part in detail.split(",")]
+        listed = {at for low, _, high in ends for at in range(int(low), int(high or low) + 1)}
+        if listed:
+            return _Policy(listed=tuple(sorted(listed)))
+    raise ValueError(
+        f'recompute: got {policy!r}, expected "none", "full", "selective", "every:k" with k >= 1, or "blocks:0-3,7"'
+    )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.comm import Communicator, Work, shard_of
+from plsc.strategies.fusion import measured_buckets
 from plsc.strategies.reduction import Lanes, Reduction, make_reduction
 
 ALIGN = 64  # bytes; a slot starts on a cache line, and vector loads of every width stay inside it
@@ -65,27 +66,26 @@ class Reducer:
         Args:
             params: module.parameters(), on their final device and in their final dtype.
             bucket_mb, first_bucket_mb: MiB a bucket is filled to; the first is small so that sending begins early.
+                bucket_mb=0: both as a measurement of the ranks' sums says. A state that is loaded then brings its own.
             reduce_dtype: what travels, "fp32", "bf16" or "fp16", or a Reduction; see plsc.strategies.reduction.
             lanes: communicators that buckets take in turn, so that several travel at once.
         """
-        if not bucket_mb > 0 or not first_bucket_mb > 0:
-            raise ValueError(f"got bucket_mb={bucket_mb}, first_bucket_mb={first_bucket_mb}, expected both > 0")
+        if not bucket_mb >= 0 or not first_bucket_mb > 0:
+            raise ValueError(
+                f"got bucket_mb={bucket_mb}, first_bucket_mb={first_bucket_mb}, expected >= 0 (0: measured) and > 0"
+            )
         self.reduction = make_reduction(reduce_dtype) if isinstance(reduce_dtype, str) else reduce_dtype
         self.comm = comm
         self.sync = True  # False: gradients only pile up, as inside accumulate()
-        self.bucket_mb, self.first_bucket_mb = bucket_mb, first_bucket_mb
         kept = replicated(params)
-        self.layout = plan_buckets(kept, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb)
+        self.measured = bucket_mb == 0
+        if self.measured:
+            bucket_mb, first_bucket_mb = measured_buckets(kept, comm)
+        self._plan(kept, bucket_mb, first_bucket_mb)
         agree(comm, [f"{tuple(p.shape)} {p.dtype}" for p in kept] + [str(self.state_dict())], "parameters to average")
         self._lanes = Lanes(self.reduction, comm, lanes=lanes)
-        self._buckets = [_fill(kept, indices) for indices in self.layout]
-        self._next = 0  # the first bucket not launched yet
-        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         self._handles: list[Any] = []
-        for slot in self._slots:
-            self._handles.append(slot.param.register_hook(_refuse_sparse(slot)))
-            self._handles.append(slot.param.register_post_accumulate_grad_hook(self._hook(slot)))
-        self.zero_grad()
+        self._lay_out(kept)
 
     def finish(self) -> None:
         """After the backward: sends what was not sent yet, waits, and leaves the mean gradient in every .grad.
@@ -136,12 +136,16 @@ class Reducer:
         return [slot.param for slot in self._slots]
 
     @property
+    def flats(self) -> list[Tensor]:
+        """The buckets, in which all gradients lie after finish() or attach()."""
+        return [bucket.flat for bucket in self._buckets]
+
+    @property
     def bytes_per_step(self) -> int:
         """Bytes of gradients that one finish() averages, in the type they travel in; 0 in a world of one."""
         if self.comm.world_size == 1:
             return 0
-        flats = [bucket.flat for bucket in self._buckets]
-        return sum(flat.numel() * self.reduction.wire(flat.dtype).itemsize for flat in flats)
+        return sum(flat.numel() * self.reduction.wire(flat.dtype).itemsize for flat in self.flats)
 
     def state_dict(self) -> dict[str, Any]:
         """What the order of summation depends on, JSON-able: a run that resumes bit for bit has the same."""
@@ -153,7 +157,13 @@ class Reducer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError unless this Reducer averages in the way the saved one did; there is nothing to restore."""
+        """Takes over a measured bucket size; ValueError unless it then averages in the way the saved one did."""
+        if self.measured and state["bucket_mb"] != self.bucket_mb:
+            params: dict[int, nn.Parameter] = {slot.index: slot.param for slot in self._slots}
+            kept = [params[index] for index in range(len(params))]
+            self.remove()
+            self._plan(kept, state["bucket_mb"], state["first_bucket_mb"])
+            self._lay_out(kept)
         for key, value in self.state_dict().items():
             if state.get(key) != value:
                 raise ValueError(
@@ -166,6 +176,20 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _plan(self, kept: Sequence[nn.Parameter], bucket_mb: float, first_bucket_mb: float) -> None:
+        self.bucket_mb, self.first_bucket_mb = bucket_mb, first_bucket_mb
+        self.layout = plan_buckets(kept, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb)
+
+    def _lay_out(self, kept: Sequence[nn.Parameter]) -> None:
+        """Makes the buckets of the plan; gradients are zero."""
+        self._buckets = [_fill(kept, indices) for indices in self.layout]
+        self._next = 0  # the first bucket not launched yet
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        for slot in self._slots:
+            self._handles.append(slot.param.register_hook(_refuse_sparse(slot)))
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(self._hook(slot)))
+        self.zero_grad()
 
     def _hook(self, slot: _Slot) -> Callable[[Tensor], None]:
         """What autograd calls when the gradient of the slot's parameter has been added up."""

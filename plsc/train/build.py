@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from plsc.data import (
     Glyphs,
     ImageFolder,
     ImageList,
+    LMDBImages,
     Pairs,
     ParquetImages,
     RecordIO,
@@ -28,23 +31,25 @@ from plsc.data import (
     TarShards,
     VerificationSet,
     make_pairs,
+    open_images,
     read_pairs,
 )
 from plsc.models import build as build_model
+from plsc.models.zoo import check_call
 from plsc.nn import MARGINS, ClassParallelHead, ClassParallelLinear, Margin
 from plsc.ops import LARS, SGD, AdamW, RowOptimizer
 from plsc.strategies import Schedule, build_optimizer, param_groups
-from plsc.train.config import Config, DataConfig, OptimConfig, did_you_mean
+from plsc.train.config import Config, DataConfig, HeadConfig, OptimConfig, did_you_mean
 
 Head = ClassParallelHead | ClassParallelLinear
 Progress = Callable[[int, int], None]
-KINDS = ("glyphs", "folder", "list", "rec", "tar", "parquet", "synthetic")
+KINDS = ("glyphs", "folder", "list", "rec", "tar", "parquet", "lmdb", "synthetic")
 
 
 def build_data(config: DataConfig, *, seed: int, split: str = "train", progress: Progress | None = None) -> Dataset:
     """The data set a config names. split: "train", or "test" for the classes that glyphs keep for evaluation."""
     size, channels = config.image_size, config.channels
-    if config.kind in ("folder", "list", "rec", "tar", "parquet") and not config.path:
+    if config.kind in ("folder", "list", "rec", "tar", "parquet", "lmdb") and not config.path:
         raise ValueError(f"data.path is not given; data.kind {config.kind!r} reads from one, pass --data.path PATH")
     data: Dataset
     if config.kind == "glyphs":
@@ -65,24 +70,39 @@ def build_data(config: DataConfig, *, seed: int, split: str = "train", progress:
         root = config.root or None
         data = ImageList(config.path, root=root, image_size=size, channels=channels, num_classes=classes)
     elif config.kind == "rec":
-        data = RecordIO(config.path, image_size=size, channels=channels)
+        data = RecordIO(config.path, image_size=size, channels=channels, cache=config.cache or None)
     elif config.kind == "tar":
-        data = TarShards(config.path, image_size=size, channels=channels)
+        data = TarShards(config.path, image_size=size, channels=channels, cache=config.cache or None)
     elif config.kind == "parquet":
         data = ParquetImages(config.path, image_size=size, channels=channels)
+    elif config.kind == "lmdb":
+        data = LMDBImages(config.path, image_size=size, channels=channels)
     elif config.kind == "synthetic":
         classes = config.num_classes or 1000
         data = Synthetic(
             config.num_samples, classes, image_size=size, channels=channels, labels=config.labels, seed=seed
         )
     elif ":" in config.kind:
-        data = import_attr(config.kind, "data.kind")(config.path, image_size=size, channels=channels)
+        make = import_attr(config.kind, "data.kind")
+        check_call(make, f"data.kind {config.kind!r}", config.path, image_size=size, channels=channels)
+        data = make(config.path, image_size=size, channels=channels)
+        check_dataset(data, config.kind)
     else:
         raise ValueError(
             f"data.kind is {config.kind!r}{did_you_mean(config.kind, KINDS)}; expected one of {', '.join(KINDS)}, "
             'or "module:attr"'
         )
     return data
+
+
+def check_dataset(data: Any, kind: str) -> None:
+    """ValueError unless the object of a user's data.kind has what a Dataset has."""
+    lacks = [name for name in ("labels", "num_classes", "name", "__len__", "__getitem__") if not hasattr(data, name)]
+    if lacks:
+        raise ValueError(
+            f"data.kind {kind!r} gave a {type(data).__name__} without {', '.join(lacks)}; expected labels [N], "
+            "num_classes, len(), [i] -> (image uint8 [H, W, C], label) and name(i)"
+        )
 
 
 def num_classes(config: Config, data: Dataset) -> int:
@@ -106,7 +126,7 @@ def build_eval(config: Config, train: Dataset) -> tuple[Dataset, Pairs | None]:
         pairs_set = VerificationSet(ask.path, image_size=size, channels=channels, folds=ask.folds)
         return pairs_set, pairs_set.pairs
     if ask.kind or ask.path:
-        source = replace(config.data, kind=ask.kind or config.data.kind, path=ask.path)
+        source = replace(config.data, kind=ask.kind or config.data.kind, path=ask.path, cache="")
         data = build_data(source, seed=config.seed, split="test")
     elif config.data.kind == "glyphs" and ask.task == "verification":
         data = build_data(config.data, seed=config.seed, split="test")
@@ -120,6 +140,34 @@ def build_eval(config: Config, train: Dataset) -> tuple[Dataset, Pairs | None]:
         return data, make_pairs(np.asarray(data.labels), num_pairs=ask.num_pairs, folds=ask.folds, seed=config.seed)
     except ValueError as error:
         raise ValueError(f"{error}; see --eval.num-pairs, --eval.folds, or give a list with --eval.pairs") from error
+
+
+def build_sets(config: Config) -> dict[str, tuple[Dataset, Pairs]]:
+    """The further verification sets of eval.sets, by the names of their files."""
+    ask, made = config.eval, dict[str, tuple[Dataset, Pairs]]()
+    size, channels = config.data.image_size, config.data.channels
+    if ask.sets and ask.task != "verification":
+        raise ValueError(f"eval.sets are verified, got eval.task {ask.task!r}; expected 'verification'")
+    for entry in ask.sets:
+        path, _, pairs = entry.partition("=")
+        found = sorted(glob.glob(path))
+        if not found:
+            raise ValueError(
+                f"eval.sets: {entry} does not exist; expected X.bin, a pattern such as 'DIR/*.bin', or DATA=PAIRS.txt"
+            )
+        for file in found:
+            name = PurePath(file).stem
+            if name in made:
+                raise ValueError(f"eval.sets: two are called {name!r}, expected names that differ; rename one")
+            if pairs:
+                images = open_images(file, image_size=size, channels=channels)
+                made[name] = images, read_pairs(pairs, [images.name(i) for i in range(len(images))])
+            elif file.endswith(".bin"):
+                own = VerificationSet(file, image_size=size, channels=channels, folds=ask.folds)
+                made[name] = own, own.pairs
+            else:
+                raise ValueError(f"eval.sets: {file} has no pairs of its own; expected a .bin, or {file}=PAIRS.txt")
+    return made
 
 
 def build_transform(config: DataConfig) -> Augment | None:
@@ -147,6 +195,10 @@ def build_head(config: Config, classes: int, comm: Communicator) -> Head:
         if ask.sample_rate != 1.0 or ask.sub_centers != 1 or ask.fused or ask.filter_threshold is not None:
             raise ValueError("head.margin 'linear' takes no sample_rate, sub_centers, fused or filter_threshold")
         return ClassParallelLinear(size, classes, comm=comm, seed=config.seed, cache_mb=ask.cache_mb)
+    kept = {"weight_dtype": "fp32", "state_dtype": "fp32", "unsampled": "still"}
+    asked = [f"{name}={getattr(ask, name)!r}" for name, usual in kept.items() if getattr(ask, name) != usual]
+    if asked and not ask.fused:
+        raise ValueError(f"head: {', '.join(asked)} needs fused = true: a torch optimizer keeps all rows in fp32")
     return ClassParallelHead(
         size,
         classes,
@@ -157,7 +209,9 @@ def build_head(config: Config, classes: int, comm: Communicator) -> Head:
         filter_threshold=ask.filter_threshold,
         seed=config.seed,
         cache_mb=ask.cache_mb,
-        head_optimizer=build_row_optimizer(config.optim) if ask.fused else None,
+        cache_dtype=ask.cache_dtype,
+        weight_dtype=ask.weight_dtype,
+        head_optimizer=build_row_optimizer(config.optim, ask) if ask.fused else None,
     )
 
 
@@ -170,25 +224,49 @@ def build_margin(name: str, args: dict[str, Any]) -> Margin:
     else:
         known = [*MARGINS, "linear"]
         raise ValueError(f"head.margin is {name!r}{did_you_mean(name, known)}; expected one of {', '.join(known)}")
-    names = list(inspect.signature(kind).parameters)
+    names = _option_names(kind)
     for key in args:
-        if key not in names:
+        if names is not None and key not in names:
             raise ValueError(
-                f"head.margin_args: unknown {key!r}{did_you_mean(key, names)}; {name} takes {', '.join(names)}"
+                f"head.margin_args: unknown {key!r}{did_you_mean(key, names)}; {name} takes "
+                f"{', '.join(names) or 'none'}"
             )
-    made = kind(**args)
+    check_call(kind, f"head.margin {name!r} with head.margin_args {args}", **args)
+    try:
+        made = kind(**args)
+    except Exception as error:
+        error.add_note(f"(while head.margin {name!r} was made with head.margin_args {args})")
+        raise
     if not isinstance(made, Margin):
         raise ValueError(f"head.margin {name!r} made a {type(made).__name__}, expected a plsc.Margin")
+    if type(made).target is Margin.target:
+        raise ValueError(f"head.margin {name!r}: {type(made).__name__} does not define target(cos)")
     return made
 
 
-def build_row_optimizer(config: OptimConfig) -> RowOptimizer:
+def _option_names(kind: Callable[..., Any]) -> list[str] | None:
+    """What it can be given by name; None where that is not to be known."""
+    try:
+        parameters = inspect.signature(kind).parameters
+    except ValueError:
+        return None
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters.values()) else list(parameters)
+
+
+def build_row_optimizer(config: OptimConfig, head: HeadConfig) -> RowOptimizer:
     """The row optimizer that steps as the torch optimizer of the same name."""
+    lr, decay = config.lr, config.weight_decay
+    if config.name != "sgd" and head.state_dtype != "fp32":
+        raise ValueError(f"head.state_dtype {head.state_dtype!r} is for optim.name 'sgd', got {config.name!r}")
     if config.name == "sgd":
-        return SGD(config.lr, config.weight_decay, momentum=config.momentum, nesterov=config.nesterov)
+        momentum, nesterov = config.momentum, config.nesterov
+        kept = head.state_dtype if momentum else "fp32"
+        return SGD(lr, decay, momentum=momentum, nesterov=nesterov, state_dtype=kept, unsampled=head.unsampled)
     if config.name == "adamw":
-        return AdamW(config.lr, config.weight_decay, betas=config.betas)
-    return LARS(config.lr, config.weight_decay, momentum=config.momentum)
+        return AdamW(lr, decay, betas=config.betas, unsampled=head.unsampled)
+    if head.unsampled != "still":
+        raise ValueError("head.unsampled 'decayed' is for optim.name 'sgd' and 'adamw', got 'lars'")
+    return LARS(lr, decay, momentum=config.momentum)
 
 
 def build_optim(config: Config, *modules: nn.Module) -> Optimizer:
@@ -226,6 +304,9 @@ def import_attr(spec: str, what: str) -> Any:
     """The object that "package.module:attr" names; ValueError says what is missing."""
     module_name, _, attr = spec.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attr)
-    except (ImportError, AttributeError, ValueError) as error:
+        found = getattr(importlib.import_module(module_name), attr)
+    except (ImportError, AttributeError, ValueError, SyntaxError) as error:
         raise ValueError(f'{what} is {spec!r}: {error}; expected an importable "package.module:name"') from error
+    if not callable(found):
+        raise ValueError(f"{what} is {spec!r}, a {type(found).__name__}; expected a class or a function")
+    return found

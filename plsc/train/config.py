@@ -19,6 +19,7 @@ import tomli_w
 from plsc.data.loader import POLICIES
 from plsc.data.transforms import AUGMENTS
 from plsc.fleet import Strategy
+from plsc.ops.formats import STATE_DTYPES, WEIGHT_DTYPES
 
 RECIPES = "plsc.recipes"
 OPTIMIZERS = ("sgd", "adamw", "lars")
@@ -31,34 +32,36 @@ class DataConfig:
     """What to train on.
 
     kind: "glyphs" (rendered from installed fonts), "folder" (path/NAME/*.jpg, or a .zip of it), "list" (a file of
-    `path label` lines), "rec" (train.rec with train.idx), "tar" (WebDataset shards), "parquet", "synthetic", or
+    `path label` lines), "rec" (train.rec with train.idx), "tar" (WebDataset shards), "parquet", "lmdb", "synthetic", or
     "module:attr", called as attr(path, image_size=, channels=) for a Dataset.
     """
 
-    kind: str = "folder"
-    path: str = ""
+    kind: str = "folder"  # see above
+    path: str = ""  # folder, file or pattern that it is read from
     root: str = ""  # folder that a list's relative paths start at; default: the list's own
-    image_size: int = 112
-    channels: int = 3
+    cache: str = ""  # rec, tar: a file to keep the index in; of millions of images it then opens in seconds
+    image_size: int = 112  # pixels, square; others are scaled
+    channels: int = 3  # 3: RGB, 1: grey
     num_classes: int = 0  # 0: as many as the data has
     workers: int = 1  # reading processes a rank
     on_bad_image: str = "redraw"  # another in its place, counted and logged; or "raise"
-    flip: bool = True
+    per_class: int = 0  # K > 0: batches of classes with K images each, all classes equally often
+    flip: bool = True  # mirror half of the images
     crop: int = 0  # random shift of up to this many pixels
     augment: str = "none"  # none | light | strong: colour, blur, low resolution, grey, erasing
     fonts: str = "matplotlib"  # glyphs: or "system", or a folder of fonts
     min_faces: int = 8  # glyphs: a character must stand in this many font faces
     held_out: float = 0.15  # glyphs: share of the characters kept for evaluation, never trained on
-    num_samples: int = 10_000  # synthetic
-    labels: str = "uniform"  # synthetic: or "zipf"
+    num_samples: int = 10_000  # synthetic: images
+    labels: str = "uniform"  # synthetic: how often a class comes, uniform | zipf
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The backbone: a name of plsc.models, or "module:attr", called attr(embedding_size, image_size=, in_channels=)."""
 
-    backbone: str = "iresnet50"
-    embedding_size: int = 512
+    backbone: str = "iresnet50"  # see above
+    embedding_size: int = 512  # numbers the backbone gives for an image
     weights: str = ""  # start from the backbone of this run or checkpoint
 
 
@@ -66,13 +69,17 @@ class ModelConfig:
 class HeadConfig:
     """The classifier. margin: a name of plsc.nn.MARGINS, "module:Class", or "linear" for plain softmax with a bias."""
 
-    margin: str = "arcface"
+    margin: str = "arcface"  # see above
     margin_args: dict[str, Any] = field(default_factory=dict)  # arguments of the margin's class; replace the recipe's
-    sample_rate: float = 1.0
-    sub_centers: int = 1
-    filter_threshold: float | None = None
+    sample_rate: float = 1.0  # share of the classes in each step; those of the batch always take part
+    sub_centers: int = 1  # centres a class
+    filter_threshold: float | None = None  # leaves out other classes with a cosine above this
     fused: bool = False  # update sampled rows inside the backward, others stay untouched
-    cache_mb: float = 256.0
+    weight_dtype: str = "fp32"  # of a fused head, how its weight is kept: fp32 | split | bf16
+    state_dtype: str = "fp32"  # and the momentum of sgd: fp32 | bf16 | int8
+    unsampled: str = "still"  # and rows that were not sampled: still | decayed
+    cache_mb: float = 256.0  # MiB that save computing exponentials again in the backward
+    cache_dtype: str = "fp32"  # exponentials kept for the backward: fp32 | bf16
     extend_classes: bool = False  # on resume: more classes than the checkpoint has are allowed, new rows start fresh
 
 
@@ -81,31 +88,32 @@ class OptimConfig:
     """Optimizer and learning rate. Norms and biases never decay."""
 
     name: str = "sgd"  # sgd | adamw | lars
-    lr: float = 0.1
-    momentum: float = 0.9
-    nesterov: bool = False
+    lr: float = 0.1  # the highest learning rate of the schedule
+    momentum: float = 0.9  # sgd, lars
+    nesterov: bool = False  # sgd
     weight_decay: float = 5e-4
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.999)  # adamw
     schedule: str = "polynomial"  # polynomial | cosine | step | constant
-    warmup_epochs: float = 0.0
-    power: float = 1.0
-    milestones: tuple[float, ...] = ()  # epochs
-    gamma: float = 0.1
-    final: float = 0.0
+    warmup_epochs: float = 0.0  # from 0 up to lr
+    power: float = 1.0  # polynomial: exponent
+    milestones: tuple[float, ...] = ()  # step: epochs at which the rate falls
+    gamma: float = 0.1  # step: factor of each fall
+    final: float = 0.0  # polynomial, cosine: share of lr at the end
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     """What to measure. task: "verification" (pairs), "classification" (top-1/top-5 of trained classes) or "none"."""
 
-    task: str = "verification"
+    task: str = "verification"  # see above
     kind: str = ""  # as data.kind, or "bin" (pairs in one file); empty: the training data's held-out part
-    path: str = ""
+    path: str = ""  # as data.path
     pairs: str = ""  # LFW-style pairs.txt; empty: pairs drawn from the labels
-    num_pairs: int = 6000
-    folds: int = 10
-    batch_size: int = 128
-    flip: bool = True
+    sets: tuple[str, ...] = ()  # further ones, each measured by its name: X.bin (or a pattern), or DATA=PAIRS.txt
+    num_pairs: int = 6000  # drawn where no list is given
+    folds: int = 10  # of the pairs; the accuracy is the mean over them
+    batch_size: int = 128  # a rank
+    flip: bool = True  # add the embedding of the mirrored image
     every: int = 0  # epochs between evaluations; 0: at the end only
 
 
@@ -113,17 +121,19 @@ class EvalConfig:
 class Config:
     """A whole run."""
 
-    seed: int = 0
+    seed: int = 0  # of weights, sample order and augmentation
     epochs: int = 20
-    max_steps: int = 0  # 0: no limit
+    max_steps: int = 0  # the run and its learning rates end there at the latest; 0: no limit
     batch_size: int = 128  # of one optimizer step, over all ranks
-    log_every: int = 20  # steps
-    save_every: int = 0  # steps; 0: once an epoch
+    log_every: int = 20  # steps between two lines
+    save_every: int = 0  # steps between two checkpoints; 0: one an epoch
     keep: int = 3  # checkpoints kept
     out: str = "runs/run"  # where everything is written
     resume: bool = True  # continue from the newest checkpoint in `out`, if there is one
     nproc: int = 1  # ranks started on this machine
     timeout: float = 600.0  # seconds a rank waits for the others before the run stops
+    max_restarts: int = 0  # times that the ranks of nproc begin again from the newest checkpoint when one is lost
+    check: bool = False  # look at ranks, links, clocks, versions, config and data, say what is wrong, and end
     export: bool = True  # ONNX, class centres and embeddings at the end
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -135,9 +145,9 @@ class Config:
     def __post_init__(self) -> None:
         """What is wrong with a number by itself; what depends on data, ranks or classes is found where it is used."""
         _at_least(1, self, "batch_size", "log_every", "keep", "nproc")
-        _at_least(0, self, "seed", "epochs", "max_steps", "save_every")
+        _at_least(0, self, "seed", "epochs", "max_steps", "save_every", "max_restarts")
         _at_least(1, self.data, "image_size", "channels", "num_samples", where="data.")
-        _at_least(0, self.data, "num_classes", "workers", "crop", "held_out", where="data.")
+        _at_least(0, self.data, "num_classes", "workers", "crop", "held_out", "per_class", where="data.")
         _at_least(1, self.model, "embedding_size", where="model.")
         _at_least(0, self.head, "sample_rate", "cache_mb", where="head.")
         _at_least(0, self.optim, "lr", "momentum", "weight_decay", "warmup_epochs", where="optim.")
@@ -149,6 +159,10 @@ class Config:
             raise ValueError("out is empty, expected the folder to write into")
         _one_of("data.augment", self.data.augment, tuple(AUGMENTS))
         _one_of("data.on_bad_image", self.data.on_bad_image, POLICIES)
+        _one_of("head.weight_dtype", self.head.weight_dtype, WEIGHT_DTYPES)
+        _one_of("head.state_dtype", self.head.state_dtype, STATE_DTYPES)
+        _one_of("head.unsampled", self.head.unsampled, ("still", "decayed"))
+        _one_of("head.cache_dtype", self.head.cache_dtype, ("fp32", "bf16"))
         _one_of("optim.name", self.optim.name, OPTIMIZERS)
         _one_of("optim.schedule", self.optim.schedule, SCHEDULES)
         _one_of("eval.task", self.eval.task, ("verification", "classification", "none"))
@@ -185,6 +199,10 @@ def _no_recipe(path: Path, tasks: Collection[str]) -> str:
     shipped = list_recipes(tasks)
     beside = [str(file) for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
     what = f"recipe file {path} does not exist" if path.suffix == ".toml" else f"no recipe {str(path)!r}"
+    if path.is_dir():
+        own = path / "config.toml"
+        what = f"{path} is a folder" + (f"; the recipe of this run is {own}" if own.is_file() else "")
+        return f"{what}; expected a TOML file or a shipped recipe: {', '.join(shipped)}"
     hint = did_you_mean(str(path), beside) or did_you_mean(path.stem, shipped)
     return f"{what}{hint}; expected a TOML file or a shipped recipe: {', '.join(shipped)}"
 
@@ -234,6 +252,10 @@ def _convert(kind: Any, value: Any, name: str, where: str) -> Any:
             expected = "a list" if args[-1] is ... else f"a list of {len(args)}"
             raise ValueError(f"{name} is {value!r}, expected {expected}")
         return tuple(_convert(args[0], entry, name, where) for entry in value)
+    if origin is list:
+        if not isinstance(value, list):
+            raise ValueError(f"{name} is {value!r}, expected a list")
+        return [_convert(args[0], entry, name, where) for entry in value]
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ValueError(f"{name} is {value!r}, expected a table")

@@ -293,9 +293,11 @@ def _embed_shard(
 
 def _embed_batch(model: nn.Module, images: Tensor, *, flip: bool) -> Tensor:
     """Embeddings [B, D] in float32; with flip, the sum with those of the mirrored images."""
-    found = model(images).float()
-    if found.dim() != 2:
-        raise ValueError(f"backbone: got output of shape {tuple(found.shape)}, expected embeddings [B, D]")
+    found = model(images)
+    if not isinstance(found, Tensor) or found.dim() != 2 or len(found) != len(images):
+        shape = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ValueError(f"backbone: got output of shape {shape}, expected embeddings [B, D] with B = {len(images)}")
+    found = found.float()
     return found + model(images.flip(-1)).float() if flip else found
 
 

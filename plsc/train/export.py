@@ -3,19 +3,15 @@
 import copy
 import hashlib
 import importlib
+import io
 import json
 import logging
 import math
-import os
-import secrets
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,10 +19,28 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from plsc.comm import CommError, Communicator, Shard
+from plsc.data.embeddings import EmbeddingFile, atomic_file, name_tensors, read_embeddings, write_safetensors
 from plsc.train.evaluate import evaluating, unwrapped
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+
+__all__ = [
+    "EmbeddingFile",
+    "atomic_file",
+    "check_contract",
+    "export_blocks",
+    "export_centres",
+    "export_embeddings",
+    "export_head_centres",
+    "export_onnx",
+    "export_program",
+    "export_weights",
+    "gather_centres",
+    "model_digest",
+    "read_embeddings",
+    "unit_rows",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +51,6 @@ MAX_ONNX_BYTES = 2**31 - 2**20  # a protobuf message ends at 2 GiB
 NAME_TRAPS = ("sub", "_minus", "minus", "mul", "_mul", "div", "_div", "bn_data")
 TOLERANCE = 1e-5  # greatest difference of an embedding between torch and ONNX Runtime, relative to its length
 BLOCK_ROWS = 65_536  # rows that are normalised, sent and written at once
-SAFETENSORS_TYPES = {"float32": "F32", "int64": "I64", "uint8": "U8"}
 
 Floats32 = NDArray[np.float32]
 Array = NDArray[Any]
@@ -53,20 +66,6 @@ class SplitHead(Protocol):
     def weight(self) -> Tensor:
         """[C_local, D] or [C_local, K, D]."""
         ...
-
-
-@dataclass(frozen=True)
-class EmbeddingFile:
-    """The contents of a file written by export_embeddings or an export of centres."""
-
-    embeddings: Floats32  # [N, D]; centres of sub-centre heads [C, K, D]
-    labels: NDArray[np.int64]  # [N]
-    ids: NDArray[np.int64]  # [N] sample numbers, or class numbers
-    names: tuple[str, ...] | None
-    norms: Floats32  # [N] or [C, K]: lengths before normalisation
-    normalized: bool
-    digest: str  # model_digest of the backbone
-    metadata: Mapping[str, str]  # all there is, the above included
 
 
 def model_digest(module: nn.Module) -> str:
@@ -105,7 +104,11 @@ def export_onnx(
     if size > MAX_ONNX_BYTES:
         raise ValueError(f"backbone: got {size / 2**30:.1f} GiB of float32 weights, expected < 2 GiB to fit one file")
     if image_size % 16 or image_size < 112 or image_size == 192:
-        logger.warning("image size %d: InsightFace takes only multiples of 16 from 112 on, except 192", image_size)
+        logger.info(
+            "%s takes %d px images; programs of InsightFace take multiples of 16 from 112 on (not 192), others any",
+            Path(path).name,
+            image_size,
+        )
     twin = copy.deepcopy(unwrapped(backbone)).cpu().float()
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(5, in_channels, image_size, image_size, generator=generator) * 2 - 1
@@ -119,6 +122,44 @@ def export_onnx(
             _check_parity(twin, data, images)
     with atomic_file(path) as file:
         file.write(data)
+    return Path(path)
+
+
+def export_program(
+    backbone: nn.Module, path: str | Path, *, image_size: int, in_channels: int = 3, check: bool = True
+) -> Path:
+    """Writes the backbone as a torch.export program (.pt2) with a free batch: the same input and output as the ONNX.
+
+    Nothing in the file is a pickle, and nothing in it says where it was made.
+    """
+    twin = copy.deepcopy(unwrapped(backbone)).cpu().float()
+    images = torch.rand(3, in_channels, image_size, image_size, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    with evaluating(twin), torch.no_grad():
+        program = torch.export.export(twin, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        wanted = twin(images[:1])
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)
+        node.meta.pop("nn_module_stack", None)
+    program._example_inputs = None  # would be the one pickle inside
+    data = io.BytesIO()
+    torch.export.save(program, data)
+    if check:
+        data.seek(0)
+        found = torch.export.load(data).module()(images[:1])
+        if (found - wanted).abs().max() > TOLERANCE * wanted.norm():
+            raise ValueError("backbone: the exported program gives other embeddings than the module")
+    with atomic_file(path) as file:
+        file.write(data.getvalue())
+    return Path(path)
+
+
+def export_weights(backbone: nn.Module, path: str | Path) -> Path:
+    """Writes the state_dict of the backbone as safetensors, with its digest."""
+    from safetensors.torch import save
+
+    tensors = {name: value.detach().cpu().contiguous() for name, value in unwrapped(backbone).state_dict().items()}
+    with atomic_file(path) as file:
+        file.write(save(tensors, {"model_digest": model_digest(backbone), "plsc_version": _version()}))
     return Path(path)
 
 
@@ -153,6 +194,21 @@ def export_embeddings(
         digest=digest,
         normalize=normalize,
     )
+    return Path(path)
+
+
+def export_blocks(
+    path: str | Path,
+    blocks: Iterable[Array],
+    *,
+    shape: tuple[int, int],
+    labels: Array,
+    digest: str,
+    names: Sequence[str] | None = None,
+) -> Path:
+    """The same of rows that come in blocks [n, D], in order, `shape` in all: one block is held at a time."""
+    ids = np.arange(shape[0])
+    _write(path, blocks, shape, kind="embeddings", labels=labels, ids=ids, names=names, digest=digest, normalize=True)
     return Path(path)
 
 
@@ -207,57 +263,17 @@ def gather_centres(head: SplitHead, *, block: int = BLOCK_ROWS) -> Iterator[Floa
     Every rank must run the iterator to its end; the others get empty blocks. Rows are as they are, not normalised.
     """
     weight, comm = head.weight.detach(), head.comm
+    read = getattr(head, "rows", lambda start, stop: weight[start:stop])  # a weight may be kept in fewer bits
     for source, size in enumerate(head.shard.sizes()):
         for start in range(0, size, block):
             count = min(block, size - start)
-            mine = weight[start : start + count] if comm.rank == source else weight[:0]
+            mine = read(start, start + count) if comm.rank == source else read(0, 0)
             if source != 0:  # rank 0 has its own
                 send, receive = [0] * comm.world_size, [0] * comm.world_size
                 send[0] = len(mine)
                 receive[source] = count if comm.rank == 0 else 0
                 mine = comm.all_to_all(mine, send_sizes=send, recv_sizes=receive).wait()
             yield (mine if comm.rank == 0 else mine[:0]).float().cpu().numpy()
-
-
-def read_embeddings(path: str | Path) -> EmbeddingFile:
-    """Reads a file written by export_embeddings, export_centres or export_head_centres."""
-    from safetensors import safe_open
-
-    with safe_open(str(path), framework="numpy") as file:
-        metadata: dict[str, str] = file.metadata() or {}
-        if metadata.get("format") not in ("plsc-embeddings", "plsc-centres"):
-            raise ValueError(f"{path}: got format {metadata.get('format')!r}, expected embeddings or centres of plsc")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a file, no mapping)
-    names = None
-    if "names" in tensors:
-        blob, offsets = tensors["names"].tobytes(), tensors["name_offsets"].tolist()
-        names = tuple(blob[a:b].decode() for a, b in pairwise(offsets))
-    return EmbeddingFile(
-        embeddings=tensors["embeddings"],
-        labels=tensors["labels"],
-        ids=tensors["ids"],
-        names=names,
-        norms=tensors["norms"],
-        normalized=metadata["normalized"] == "true",
-        digest=metadata["model_digest"],
-        metadata=metadata,
-    )
-
-
-@contextmanager
-def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write that takes its name only when it is whole and on the disk; an error leaves what was there."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with scratch.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def check_contract(model: "ModelProto", *, image_size: int, in_channels: int = 3) -> None:
@@ -433,16 +449,15 @@ def _write(
         ("labels", "int64", shape[:1], [labels]),
         ("ids", "int64", shape[:1], [ids]),
     ]
+    blob = None
     if names is not None:
         if len(names) != shape[0]:
             raise ValueError(f"names: got {len(names)}, expected {shape[0]}, one a row")
-        words = [name.encode() for name in names]
-        offsets = np.cumsum([0, *map(len, words)])
+        offsets, blob = name_tensors(names)
         tensors.append(("name_offsets", "int64", offsets.shape, [offsets]))
-    tensors.append(("embeddings", "float32", shape, _units(blocks, norms, normalize=normalize)))
+    tensors.append(("embeddings", "float32", shape, unit_rows(blocks, norms, normalize=normalize)))
     tensors.append(("norms", "float32", norms.shape, [norms]))  # full once the rows before it are written
-    if names is not None:
-        blob = np.frombuffer(b"".join(words), dtype=np.uint8)
+    if blob is not None:
         tensors.append(("names", "uint8", blob.shape, [blob]))
     metadata = {
         "format": f"plsc-{kind}",
@@ -454,10 +469,10 @@ def _write(
         "embedding_size": str(shape[-1]),
         "sub_centers": str(shape[1] if len(shape) == 3 else 1),
     }
-    _write_safetensors(path, tensors, metadata)
+    write_safetensors(path, tensors, metadata)
 
 
-def _units(blocks: Iterable[Array], norms: Floats32, *, normalize: bool) -> Iterator[Floats32]:
+def unit_rows(blocks: Iterable[Array], norms: Floats32, *, normalize: bool = True) -> Iterator[Floats32]:
     """Blocks of rows at unit length (or as they are), their lengths noted in `norms`."""
     done = 0
     for block in blocks:
@@ -471,35 +486,6 @@ def _units(blocks: Iterable[Array], norms: Floats32, *, normalize: bool) -> Iter
         norms[done : done + len(rows)] = lengths
         done += len(rows)
         yield (rows / lengths[..., None] if normalize else rows).astype(np.float32)
-
-
-def _write_safetensors(
-    path: str | Path,
-    tensors: Sequence[tuple[str, str, tuple[int, ...], Iterable[Array]]],
-    metadata: Mapping[str, str],
-) -> None:
-    """Writes named tensors (name, type, shape, blocks of rows) one block at a time.
-
-    The format: length of the header (8 bytes, little endian), the header in JSON, the tensors' bytes in its order.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, dtype, shape, _ in tensors:
-        start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
-        header[name] = {"dtype": SAFETENSORS_TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    with atomic_file(path) as file:
-        file.write(struct.pack("<Q", len(head)) + head)
-        for name, dtype, shape, blocks in tensors:
-            rows = 0
-            for block in blocks:
-                if block.shape[1:] != shape[1:]:
-                    raise ValueError(f"{name}: got a block of shape {block.shape}, expected rows of {shape[1:]}")
-                file.write(np.ascontiguousarray(block, dtype=np.dtype(dtype).newbyteorder("<")).data)
-                rows += len(block)
-            if rows != shape[0]:
-                raise ValueError(f"{name}: got {rows} rows, expected {shape[0]}")
 
 
 def _version() -> str:

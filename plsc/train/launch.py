@@ -5,18 +5,21 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any
 
+SCRATCH = "plsc-launch-"  # temporary folders of launchers are called so
 SAVE_SECONDS = 600  # that ranks told to stop get to finish their step and save
 GRACE_SECONDS = 5  # that the others get when a rank has failed: to say what they saw, not to go on
 POLL_SECONDS = 0.05
@@ -41,6 +44,7 @@ class Outcome:
 
     code: int
     message: str = ""
+    stopped: bool = False  # it was asked to
 
 
 def launch(command: Sequence[str], nproc: int, *, folder: Path) -> Outcome:
@@ -69,7 +73,21 @@ def launch(command: Sequence[str], nproc: int, *, folder: Path) -> Outcome:
                     os.killpg(child.pid, signal.SIGKILL)
             for child in ranks:
                 child.wait()
-        return _outcome(codes, signals.seen, _read_reports(folder))
+        return replace(_outcome(codes, signals.seen, _read_reports(folder)), stopped=bool(signals.seen))
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder for one launch. Those that killed launchers of the same user left behind are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{SCRATCH}*"):
+        if _abandoned(left):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH) as name:
+        folder = Path(name)
+        with open(folder / "lock.new", "w") as lock:
+            _lock(lock)
+            os.rename(folder / "lock.new", folder / "lock")  # never seen without being held
+            yield folder
 
 
 def report(code: int, text: str, *, about_others: bool) -> bool:
@@ -92,7 +110,34 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 # ---- inside
+
+
+def _abandoned(folder: Path) -> bool:
+    """Whether a launcher made this folder that has ended: nobody holds its lock any more."""
+    try:
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return False
+        with open(folder / "lock") as lock:
+            return _lock(lock)
+    except OSError:
+        return False
+
+
+def _lock(file: IO[str]) -> bool:
+    """Locks a file for as long as it is open in this process; False where another one has it, or none can be had."""
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):
+        return False
+    return True
 
 
 class _Signals:
@@ -119,8 +164,7 @@ class _Signals:
 def _environment(nproc: int, folder: Path) -> dict[str, str]:
     # What a launcher around this one has set would lead the ranks to its store.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // nproc)))
     environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code says where
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what the transports say of a dead rank, we say ourselves
     with socket.socket() as probe:

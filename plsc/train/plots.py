@@ -1,14 +1,14 @@
-"""Curves as PNG files: losses over steps, ROC. Draws on canvases of its own and leaves the user's backend alone."""
+"""Pictures as PNG files: losses, ROC, scores, neighbours; on their own canvases, the user's backend is left alone."""
 
 import io
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from plsc.train.export import atomic_file
 from plsc.train.metrics import Roc
@@ -131,6 +131,78 @@ def plot_roc(curves: Mapping[str, Roc], path: str | Path, *, title: str = "Verif
     return _save(figure, path)
 
 
+def plot_scores(
+    scores: ArrayLike,
+    issame: ArrayLike,
+    path: str | Path,
+    *,
+    threshold: float | None = None,
+    title: str = "Scores of pairs",
+) -> Path:
+    """Writes histograms of the cosines of genuine and impostor pairs [P] as a PNG, each of unit area."""
+    values, same = np.asarray(scores, np.float64), np.asarray(issame, bool)
+    if values.shape != same.shape or values.ndim != 1 or same.all() or not same.any():
+        raise ValueError(f"pairs: got {values.shape} scores, {same.shape} kinds, expected [P] of both kinds")
+    figure = _figure(title)
+    axes = figure.add_subplot()
+    edges = np.linspace(min(values.min(), -0.2), max(values.max(), 1.0), 81).tolist()
+    for kind, color, name in ((~same, COLORS[1], "impostor"), (same, COLORS[0], "genuine")):
+        label = f"{name} ({kind.sum():,} pairs)"
+        axes.hist(values[kind], edges, density=True, color=color, alpha=0.55, label=label)
+    if threshold is not None:
+        axes.axvline(threshold, color=INK, linewidth=1, linestyle="--", label=f"threshold {threshold:.3f}")
+    axes.set_xlabel("cosine")
+    axes.set_ylabel("density")
+    _tidy(axes)
+    axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def plot_contact_sheet(
+    rows: Sequence[Sequence[tuple[NDArray[np.uint8], str]]], path: str | Path, *, title: str = "Nearest classes"
+) -> Path:
+    """Writes rows of captioned images [S, S, C] as a PNG; the first of a row is what the others are nearest to."""
+    if not rows or not rows[0]:
+        raise ValueError("rows: got none, expected at least one row of images")
+    columns = max(map(len, rows))
+    figure = _figure(title, size=(1.25 * columns, 1.5 * len(rows) + 0.5))
+    for number, row in enumerate(rows):
+        for column, (pixels, caption) in enumerate(row):
+            axes = figure.add_subplot(len(rows), columns, number * columns + column + 1)
+            axes.imshow(pixels if pixels.shape[2] == 3 else pixels[:, :, 0], cmap="gray", vmin=0, vmax=255)
+            axes.set_title(caption, fontsize=7, color=INK)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            for spine in axes.spines.values():
+                spine.set(visible=column == 0, color=COLORS[0], linewidth=2)
+    return _save(figure, path)
+
+
+def plot_confusion(
+    counts: NDArray[np.int64], names: Sequence[str], path: str | Path, *, title: str = "Confusion among close classes"
+) -> Path:
+    """Writes a matrix [K, K] of how many samples of a row's class were nearest to a column's as a PNG."""
+    if counts.shape != (len(names), len(names)) or not len(names):
+        raise ValueError(f"counts: got {counts.shape}, expected one row and column for each of {len(names)} names")
+    side = max(4.5, 0.32 * len(names) + 2.5)
+    figure = _figure(title, size=(side + 0.8, side))
+    axes = figure.add_subplot()
+    share = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    picture = axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(picture, ax=axes, shrink=0.7, label="share of the row's samples")
+    short = [name if len(name) <= 22 else f"{name[:21]}…" for name in names]
+    axes.set_xticks(range(len(names)), short, rotation=90, fontsize=6)
+    axes.set_yticks(range(len(names)), short, fontsize=6)
+    for at in np.argwhere(counts > 0).tolist():
+        dark = share[at[0], at[1]] > 0.5
+        axes.text(
+            at[1], at[0], str(counts[at[0], at[1]]), ha="center", va="center", fontsize=6, color="w" if dark else INK
+        )
+    axes.set_xlabel("nearest class")
+    axes.set_ylabel("class of the sample")
+    return _save(figure, path)
+
+
 def _upper_steps(curve: Roc) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The ROC with the best true accept rate of each false accept rate only, thinned to what a picture can show."""
     last = np.append(np.flatnonzero(np.diff(curve.far)), len(curve.far) - 1)
@@ -154,13 +226,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
 
 
-def _figure(title: str) -> "Figure":
+def _figure(title: str, *, size: tuple[float, float] = (7.0, 4.2)) -> "Figure":
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plots need matplotlib, which is not installed; remedy: pip install matplotlib") from error
-    figure = Figure(figsize=(7.0, 4.2), dpi=144, layout="constrained")
+    figure = Figure(figsize=size, dpi=144, layout="constrained")
     FigureCanvasAgg(figure)  # a canvas of its own: pyplot and its global backend are never touched
     if title:
         figure.suptitle(title, fontsize=11)

@@ -29,6 +29,8 @@ FREE = (
     "out",
     "nproc",
     "timeout",
+    "max_restarts",
+    "check",
     "log_every",
     "save_every",
     "keep",

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from plsc.comm import Communicator, together
 from plsc.data import open_images
-from plsc.data.parquet import write_embeddings
 from plsc.fleet import Fleet
+from plsc.train.artifacts import export_run
 from plsc.train.build import Progress, build_backbone
+from plsc.train.bulk import embed_to_file
 from plsc.train.checkpoint import Checkpoints, load
 from plsc.train.config import Config
-from plsc.train.evaluate import VerificationResult, embed
-from plsc.train.export import export_embeddings, export_head_centres, export_onnx, model_digest
+from plsc.train.evaluate import VerificationResult
 from plsc.train.plots import plot_loss, plot_roc, read_records
+from plsc.train.preflight import look_ahead
+from plsc.train.report import write_report
 from plsc.train.trainer import AMP_DTYPES, Trainer
 
 
@@ -32,6 +33,7 @@ def train(
     Ctrl-C in this process also saves first, and is raised as KeyboardInterrupt then.
     """
     with closing(Trainer(config, comm=comm, progress=progress)) as trainer:
+        look_ahead(trainer)
         if not trainer.fit():
             if trainer.stopped_by == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -42,16 +44,21 @@ def train(
         return result
 
 
-def evaluate(config: Config, *, comm: Communicator | None = None) -> dict[str, Any]:
-    """Measures a run's newest checkpoint again, on any number of ranks."""
+def evaluate(config: Config, *, report: str = "", comm: Communicator | None = None) -> dict[str, Any]:
+    """Measures a run's newest checkpoint again, on any number of ranks. report: a folder for a page of pictures."""
     with closing(_resumed(config, comm)) as trainer:
-        return measure(trainer)
+        result = measure(trainer)
+        if report:
+            write_report(trainer, report, result)
+        return result
 
 
-def export(config: Config, *, comm: Communicator | None = None) -> dict[str, Path]:
-    """Writes the artifacts of a run's newest checkpoint again, on any number of ranks, without measuring it."""
+def export(
+    config: Config, *, to: str = "all", thumbnails: bool = False, comm: Communicator | None = None
+) -> dict[str, Path]:
+    """Writes the artifacts of a run's newest checkpoint again, on any number of ranks; see export_run."""
     with closing(_resumed(config, comm)) as trainer:
-        return export_run(trainer)
+        return export_run(trainer, to=to, thumbnails=thumbnails)
 
 
 def embed_images(
@@ -64,8 +71,8 @@ def embed_images(
 ) -> Path:
     """Embeddings of the images at `source`, in order, by the backbone of a run's newest checkpoint; collective.
 
-    target: .safetensors (as `export_embeddings` writes them) or .parquet (columns embedding, label, name). The run's
-    own data need not be there. progress counts rank 0's images.
+    target: .safetensors (as `export_embeddings` writes them) or .parquet (columns id, embedding, norm, label, name).
+    The run's own data need not be there. What was ended before goes on. progress counts rank 0's images.
     """
     fleet = Fleet(config.strategy, comm)
     data = open_images(source, image_size=config.data.image_size, channels=config.data.channels)
@@ -74,9 +81,11 @@ def embed_images(
     if newest is None:
         raise ValueError(f"{config.out} has no whole checkpoint; train it first with plsc-train")
     load(newest, comm=fleet.comm, backbone=backbone)
-    rows = embed(
+    return embed_to_file(
         backbone,
         data,
+        target,
+        source=os.path.abspath(source),
         comm=fleet.comm,
         batch_size=config.eval.batch_size,
         device=fleet.device,
@@ -85,19 +94,6 @@ def embed_images(
         workers=config.data.workers,
         progress=progress,
     )
-    digest = model_digest(backbone)
-
-    def write() -> None:
-        if fleet.rank == 0:
-            names = [data.name(i) for i in range(len(data))]
-            Path(target).parent.mkdir(parents=True, exist_ok=True)
-            if target.endswith(".parquet"):
-                write_embeddings(target, rows, np.asarray(data.labels), names)
-            else:
-                export_embeddings(target, rows, labels=data.labels, digest=digest, names=names)
-
-    together(fleet.comm, f"write {target}", write)
-    return Path(target)
 
 
 def measure(trainer: Trainer) -> dict[str, Any]:
@@ -114,44 +110,13 @@ def measure(trainer: Trainer) -> dict[str, Any]:
     return result
 
 
-def draw(out: Path, verified: VerificationResult | None) -> None:
-    """loss.png from the metrics, roc.png from a verification."""
+def draw(out: Path, verified: Mapping[str, VerificationResult]) -> None:
+    """loss.png from the metrics, roc.png from the verification of each set."""
     records = [record for record in read_records(out / "metrics.jsonl") if "loss" in record]
     if records:
         plot_loss(records, out / "loss.png")
-    if verified is not None:
-        plot_roc({"verification": verified.roc}, out / "roc.png")
-
-
-def export_run(trainer: Trainer) -> dict[str, Path]:
-    """Writes model.onnx, centres.safetensors and embeddings.safetensors into the run's export folder; collective."""
-    config, out = trainer.config, trainer.out / "export"
-    paths = {
-        "onnx": out / "model.onnx",
-        "centres": out / "centres.safetensors",
-        "embeddings": out / "embeddings.safetensors",
-    }
-    comm, digest = trainer.fleet.comm, model_digest(trainer.backbone)
-
-    def write_model() -> None:
-        if comm.rank == 0:
-            export_onnx(
-                trainer.backbone, paths["onnx"], image_size=config.data.image_size, in_channels=config.data.channels
-            )
-
-    together(comm, f"export {paths['onnx']}", write_model)
-    names = getattr(trainer.data, "class_names", None)
-    whole = names is not None and len(names) == trainer.num_classes
-    export_head_centres(paths["centres"], trainer.head, digest=digest, class_names=names if whole else None)
-    data, embeddings = trainer.embed()
-
-    def write_embeddings() -> None:
-        if comm.rank == 0:
-            names = [data.name(i) for i in range(len(data))]
-            export_embeddings(paths["embeddings"], embeddings, labels=data.labels, digest=digest, names=names)
-
-    together(comm, f"export {paths['embeddings']}", write_embeddings)
-    return paths
+    if verified:
+        plot_roc({name: found.roc for name, found in verified.items()}, out / "roc.png")
 
 
 def _resumed(config: Config, comm: Communicator | None) -> Trainer:

@@ -18,6 +18,7 @@ from torch import Tensor
 from plsc.comm import Communicator, together
 from plsc.data import Dataset, Loader, Pairs
 from plsc.fleet import Fleet, NonFiniteLoss
+from plsc.models.checks import check_embeddings
 from plsc.strategies import first_nonfinite, set_lr
 from plsc.train import build
 from plsc.train.checkpoint import Checkpoints, load
@@ -37,6 +38,11 @@ from plsc.train.storage import make_directories, replace_durably
 
 logger = logging.getLogger(__name__)
 
+AFTER_NAN = (
+    "the same command would stop here again: lower the learning rate (--optim.lr) or clip (--strategy.clip-norm); "
+    "where the loss was rising before that checkpoint already, delete its folder, and the run goes on from the one "
+    "before"
+)
 AMP_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -64,6 +70,7 @@ class Trainer:
             if config.eval.task == "classification":
                 where = f"eval.path {config.eval.path}"
                 self.eval_data = match_trained(self.eval_data, self.data, where=where)
+        self.more = build.build_sets(config)
         if self.pairs is not None and self.eval_data is self.data and comm.rank == 0:
             logger.warning("verification uses the TRAINING images: no eval.path is given; the figure says nothing new")
         self.loader = self.fleet.loader(
@@ -73,6 +80,7 @@ class Trainer:
             transform=build.build_transform(config.data),
             workers=config.data.workers,
             on_bad_image=config.data.on_bad_image,
+            per_class=config.data.per_class,
         )
         if comm.rank > 0:  # rank 0 draws the weights that all get; ranks as threads share torch's generator with it
             comm.barrier()
@@ -86,7 +94,7 @@ class Trainer:
         self.step = 0
         self._plan()
         self.log = MetricsLog(self.out) if comm.rank == 0 else None
-        self.verified: VerificationResult | None = None  # of the last evaluation
+        self.verified: dict[str, VerificationResult] = {}  # of the last evaluation, by set
         self._embedded: tuple[int, np.ndarray] | None = None  # the step of, and embeddings [N, D]
         self._signal: int | None = None
         self._last_saved = -1
@@ -137,7 +145,7 @@ class Trainer:
                 self._prepare_step()
             try:
                 with fleet.autocast():
-                    loss = self.head(self.backbone(images), labels)
+                    loss = self.head(self._embedded_batch(images), labels)
                 taken = fleet.step(loss, self.optimizer)
             except NonFiniteLoss as error:
                 raise self._explain(error, images, labels) from error
@@ -168,6 +176,11 @@ class Trainer:
             self.save()
         return True
 
+    def _embedded_batch(self, images: Tensor) -> Tensor:
+        model = self.config.model
+        found = self.backbone(images)
+        return check_embeddings(found, images, model=model.backbone, embedding_size=model.embedding_size)
+
     def _prepare_step(self) -> None:
         """Learning rate and random numbers of a step depend on its number alone, so that resume continues exactly."""
         factor = self.schedule.factor(self.step)
@@ -190,9 +203,8 @@ class Trainer:
         latest = self.checkpoints.latest()
         return NonFiniteLoss(
             f"{error} at step {self.step + 1}; first tensor that is not finite: "
-            f"{names[0] if names else 'the loss itself'}; last checkpoint: {latest or 'none'}; "
-            "lower the learning rate (--optim.lr) or clip (--strategy.clip-norm), from an earlier checkpoint if that "
-            "one has diverged already"
+            f"{names[0] if names else error.gradient or 'the loss itself'}; last checkpoint: {latest or 'none'}; "
+            f"{AFTER_NAN}"
         )
 
     def close(self) -> None:
@@ -303,13 +315,16 @@ class Trainer:
             result = {f"top{k}": value for k, value in found.items()}
         else:
             _, embeddings = self.embed()
-            self.verified = verify(embeddings, self.pairs)
-            result = dict(self.verified.record())
+            self.verified = {"verification": verify(embeddings, self.pairs)}
+            result = dict(self.verified["verification"].record())
             labels = np.asarray(self.eval_data.labels)
             known = labels[labels >= 0]  # a .bin set has pairs but no classes
             if len(np.unique(known)) < len(known):
                 found = identify(embeddings, labels, ks=(1, 5))
                 result |= {f"rank{k}": value for k, value in found.items()}
+        for name, (data, pairs) in self.more.items():
+            self.verified[name] = verify(embed(self.backbone, data, **self._eval_options()), pairs)
+            result |= {f"{name}/{key}": value for key, value in self.verified[name].record().items()}
         result["eval_seconds"] = time.perf_counter() - start
         if self.log is not None:
             self.log.write({"step": self.step, **{f"eval/{name}": value for name, value in result.items()}})
@@ -410,7 +425,8 @@ class _Meter:
         loss = float(trainer.fleet.comm.all_reduce(total).wait()) / trainer.fleet.world_size
         if not math.isfinite(loss):
             raise NonFiniteLoss(
-                f"the loss is {loss} at step {trainer.step}; last checkpoint: {trainer.checkpoints.latest()}"
+                f"the loss is {loss} at step {trainer.step}; last checkpoint: {trainer.checkpoints.latest()}; "
+                f"{AFTER_NAN}"
             )
         seconds = max(time.perf_counter() - self.since, 1e-9)
         rate, done = self.images / seconds, trainer.step - self.steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Iterator
 
@@ -22,15 +23,17 @@ from plsc.comm import (
     world,
 )
 from plsc.comm import world as world_function
+from plsc.comm.launch import Launch, first_host
 
-LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "PLSC_DEBUG")
+LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "PLSC_DEBUG", "JOB_COMPLETION_INDEX")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+OTHERS = ("SLURM_STEP_", "SLURM_JOB_", "OMPI_", "TORCHELASTIC_", "GROUP_")
 
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No launcher, and no world left from before or for after."""
-    for name in (*LAUNCH, *SLURM):
+    for name in (*LAUNCH, *SLURM, *(name for name in os.environ if name.startswith(OTHERS))):
         monkeypatch.delenv(name, raising=False)
     world_function().close()
     yield
@@ -48,7 +51,7 @@ def test_a_world_of_one_is_the_same_each_time() -> None:
 
 
 def test_unknown_and_impossible_backends() -> None:
-    with pytest.raises(ValueError, match="expected 'auto' or one of gloo, local, nccl"):
+    with pytest.raises(ValueError, match=r"expected 'auto' or one of .*gloo, local, nccl"):
         connect("smoke signals")
     with pytest.raises(ValueError, match="names no rank; start the ranks with torchrun"):
         connect("gloo")
@@ -62,6 +65,89 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="sets RANK but not MASTER_ADDR, MASTER_PORT"):
         connect()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (  # torchrun
+            "RANK=3 LOCAL_RANK=1 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 MASTER_ADDR=h0 MASTER_PORT=29400 "
+            "TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True",
+            Launch(3, 4, 1, "h0", "29400"),
+        ),
+        (  # Kubeflow's PyTorchJob
+            "RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456 PET_NNODES=2 PYTHONUNBUFFERED=1",
+            Launch(1, 2, None, "job-master-0", "23456"),
+        ),
+        (  # a Kubernetes Job of completion mode Indexed
+            "JOB_COMPLETION_INDEX=2 WORLD_SIZE=3 MASTER_ADDR=train-0.train",
+            Launch(2, 3, None, "train-0.train", "29500"),
+        ),
+        (  # Ray Train's worker, which also has joined torch.distributed already
+            "RANK=1 LOCAL_RANK=0 NODE_RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=41000",
+            Launch(1, 2, 0, "10.0.0.1", "41000"),
+        ),
+        (  # srun
+            "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=6 SLURM_JOB_ID=77 SLURM_STEP_ID=1 "
+            "SLURM_STEP_NODELIST=node[003-004,9] SLURM_JOB_NODELIST=node[001-009]",
+            Launch(5, 6, 1, "node003", "20540"),
+        ),
+        (  # srun, told where to meet
+            "SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=2 MASTER_ADDR=h7 MASTER_PORT=1234",
+            Launch(1, 2, 1, "h7", "1234"),
+        ),
+        ("SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_JOB_NODELIST=n[1-2]", None),  # a batch script outside of srun is one
+        ("SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NODELIST=n1", None),  # an interactive shell
+        (  # mpirun
+            "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 MASTER_ADDR=h0",
+            Launch(1, 2, 0, "h0", "29500"),
+        ),
+        ("", None),
+    ],
+)
+def test_launchers_are_understood(environment: str, expected: Launch | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for word in environment.split():
+        monkeypatch.setenv(*word.split("=", 1))
+    assert Launch.read() == expected
+
+
+def test_the_first_host_of_a_slurm_list() -> None:
+    lists = {"n[007-010,12],m1": "n007", "gpu1,gpu2": "gpu1", "one": "one", "r[1-2]n3": "r1n3", "": ""}
+    assert {nodes: first_host(nodes) for nodes in lists} == lists
+
+
+def test_a_slurm_step_without_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(ValueError, match="set MASTER_ADDR to the host of task 0"):
+        connect()
+
+
+def test_each_start_under_torchrun_has_keys_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, free_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its store keeps what the ranks before wrote; a rank that reads their addresses reaches nobody."""
+    if torch.cuda.is_available():
+        pytest.skip("would start NCCL")
+    store = dist.TCPStore("127.0.0.1", free_port, is_master=True, wait_for_workers=False)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "1"}
+    for name, value in {**place, **launcher}.items():
+        monkeypatch.setenv(name, value)
+    for start in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        connect("gloo", timeout=5.0, init_timeout=5.0)
+        c10d_store = dist.distributed_c10d._get_default_store()
+        c10d_store.set("mark", start)
+        world().close()
+        assert store.num_keys() > 0 and "torchrun cannot restart" not in caplog.text
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    with caplog.at_level(logging.WARNING):
+        connect("gloo", timeout=5.0, init_timeout=5.0)
+        assert not dist.distributed_c10d._get_default_store().check(["mark"])
+        world().close()
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text
 
 
 def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:

@@ -22,9 +22,7 @@ from plsc.strategies import (
 ALONE = LocalCommunicator("cpu")
 
 
-@pytest.mark.parametrize(
-    ("amp", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
+@pytest.mark.parametrize(("amp", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_autocast_by_name(amp: str, dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), autocast(amp, "cpu"):
         assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype

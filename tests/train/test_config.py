@@ -44,6 +44,10 @@ CHOICES: dict[str, st.SearchStrategy] = {
     "task": st.sampled_from(["verification", "classification", "none"]),
     "augment": st.sampled_from(["none", "light", "strong"]),
     "on_bad_image": st.sampled_from(["redraw", "raise"]),
+    "weight_dtype": st.sampled_from(["fp32", "split", "bf16"]),
+    "state_dtype": st.sampled_from(["fp32", "bf16", "int8"]),
+    "unsampled": st.sampled_from(["still", "decayed"]),
+    "cache_dtype": st.sampled_from(["fp32", "bf16"]),
     "amp": st.sampled_from(["fp32", "bf16", "fp16"]),
     "reduce_dtype": st.sampled_from(["fp32", "bf16"]),  # fp16 does not go with dgc
     "reduce_accumulate": st.just("native"),

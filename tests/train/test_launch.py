@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from plsc.train import launch as module
-from plsc.train.launch import REPORTS, launch
+from plsc.train.launch import REPORTS, launch, scratch_folder
 
 # What a program below may use: `rank`, `say(code, text, about_others)`, and the folder `out` of the test.
 PRELUDE = """
@@ -180,3 +181,36 @@ def test_reports_are_for_ranks_of_a_launcher_only(tmp_path: Path, monkeypatch: p
     assert [words.text for words in module._read_reports(tmp_path)] == ["error: heard"]
     monkeypatch.setenv(REPORTS, str(tmp_path / "gone"))
     assert not module.report(1, "nowhere to write", about_others=False)
+
+
+def test_a_scratch_folder_that_a_killed_launcher_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    foreign = [tmp_path / "plsc-launch-without-a-lock", tmp_path / "plsc-data"]
+    for folder in foreign:
+        folder.mkdir()
+    program = f"""
+import tempfile, time
+tempfile.tempdir = {str(tmp_path)!r}
+from plsc.train.launch import scratch_folder
+with scratch_folder() as folder:
+    (folder / "config.toml").touch()
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+    killed = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None
+    left = Path(killed.stdout.readline().strip())
+    try:
+        with scratch_folder() as mine:
+            assert left.is_dir() and mine.is_dir() and mine != left  # that launcher lives
+            with scratch_folder() as other:
+                assert mine.is_dir() and other != mine
+    finally:
+        killed.kill()
+        killed.communicate()
+    assert (left / "config.toml").exists()
+    with scratch_folder() as mine:
+        assert sorted(tmp_path.iterdir()) == sorted([mine, *foreign])
+    assert sorted(tmp_path.iterdir()) == sorted(foreign)

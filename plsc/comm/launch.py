@@ -1,0 +1,95 @@
+"""This process's place among the ranks, as whatever launched it wrote it into the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+DEFAULT_PORT = "29500"
+PORTS = (20_000, 40_000)  # a Slurm step without MASTER_PORT takes one of these, by its job's number
+
+
+@dataclass(frozen=True)
+class Launch:
+    """rank of world_size ranks, which meet at address:port."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    address: str
+    port: str
+
+    @staticmethod
+    def read() -> Launch | None:
+        """What the environment says, by the first of these that names a rank; None if none does.
+
+        RANK and WORLD_SIZE with MASTER_ADDR and MASTER_PORT: torchrun, Kubeflow's PyTorchJob, Ray Train, your own.
+        A step of Slurm's srun: its first host is where ranks meet, where MASTER_ADDR does not say otherwise.
+        With MASTER_ADDR: Slurm's variables outside of a step, Open MPI's, and JOB_COMPLETION_INDEX (a Kubernetes Job
+        of completion mode Indexed) with WORLD_SIZE. MASTER_PORT is then 29500 unless it is set.
+        """
+        env = os.environ
+        if "RANK" in env:
+            return _of(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", needs=("MASTER_ADDR", "MASTER_PORT"))
+        if "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+            return _of_slurm_step(env)
+        if "MASTER_ADDR" not in env:
+            return None
+        for rank, size, local in (
+            ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+            ("JOB_COMPLETION_INDEX", "WORLD_SIZE", ""),
+        ):
+            if rank in env and size in env:
+                return _of(env, rank, size, local)
+        return None
+
+
+def launcher_holds_store() -> bool:
+    """Whether ranks meet in torchrun's own store, which outlives them; else rank 0 holds one."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def number_of_start() -> str:
+    """How often torchrun has started the ranks again, where its store still has what their predecessors wrote."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launcher_holds_store() else "0"
+
+
+def _of(env: Mapping[str, str], rank: str, size: str, local: str, *, needs: tuple[str, ...] = ()) -> Launch:
+    absent = [name for name in (rank, size, "MASTER_ADDR", *needs) if not env.get(name)]
+    if absent:
+        raise ValueError(
+            f"the environment sets {rank} but not {', '.join(dict.fromkeys(absent))}; start the ranks with torchrun, "
+            "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
+        )
+    local_rank = int(env[local]) if env.get(local) else None
+    port = env.get("MASTER_PORT") or DEFAULT_PORT
+    return Launch(int(env[rank]), int(env[size]), local_rank, env["MASTER_ADDR"], port)
+
+
+def _of_slurm_step(env: Mapping[str, str]) -> Launch:
+    """srun sets the ranks' number, and where they run, for the step itself; the job's own may be more."""
+    low, high = PORTS
+    job = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))  # steps of a job side by side
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    address = env.get("MASTER_ADDR") or first_host(nodes)
+    if not address:
+        raise ValueError(
+            "the environment is that of a Slurm step but names no hosts (SLURM_STEP_NODELIST); set MASTER_ADDR to the "
+            "host of task 0"
+        )
+    return Launch(
+        int(env["SLURM_PROCID"]),
+        int(env["SLURM_STEP_NUM_TASKS"]),
+        int(env["SLURM_LOCALID"]) if env.get("SLURM_LOCALID") else None,
+        address,
+        env.get("MASTER_PORT") or str(low + job % (high - low)),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list: "n[007-010,12],m1" gives "n007"; "" gives ""."""
+    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^\[,]*))?", nodes.strip())
+    return "" if match is None else "".join(part or "" for part in match.groups())

@@ -1,0 +1,50 @@
+"""What a user is told when a command fails: a sentence, or a traceback where only that says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+from plsc.comm import CommError, FailedTogether
+from plsc.data import ReadingProcessDied
+from plsc.fleet import NonFiniteLoss
+
+EXIT_FAILURE, EXIT_USAGE = 1, 2
+EXIT_DIVERGED = 3  # the loss is not finite: the same command would get no further
+PACKAGE = Path(__file__).resolve().parents[1]
+LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def exit_code(error: Exception) -> int:
+    if isinstance(error, NonFiniteLoss):
+        return EXIT_DIVERGED
+    return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILURE
+
+
+def told(error: Exception) -> str:
+    """The text for the user; PLSC_DEBUG=1 makes it the whole traceback, whatever the error is."""
+    if os.environ.get("PLSC_DEBUG") == "1":
+        return _traceback(error, first=0)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"error: {error.filename}: {(error.strerror or type(error).__name__).lower()}"
+    if isinstance(error, ValueError | FailedTogether | CommError | NonFiniteLoss | ReadingProcessDied):
+        return f"error: {error}"
+    files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [number for number, file in enumerate(files) if file.is_relative_to(PACKAGE)]
+    # Where our last call led into the user's own code, that code is what has to be looked at.
+    theirs = (number for number in range(ours[-1] + 1, len(files)) if _is_users(files[number])) if ours else iter(())
+    return _traceback(error, first=next(theirs, 0))
+
+
+def _is_users(file: Path) -> bool:
+    return file.is_file() and not any(file.is_relative_to(folder) for folder in (PACKAGE, *LIBRARIES))
+
+
+def _traceback(error: Exception, *, first: int) -> str:
+    """From frame number `first` on."""
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack = traceback.StackSummary.from_list(shown.stack[first:])
+    hint = f"\n(before that: {first} frames of plsc and torch; PLSC_DEBUG=1 shows them)" if first else ""
+    return "".join(shown.format()).rstrip() + hint

@@ -28,7 +28,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Two stamps: whoever only wants the demo waits for no linter.
 .venv/installed: $(INPUTS) | .venv/bin/python
 	@echo 'installing plsc and what it needs into .venv: a minute, or as long as a download of torch takes'
-	@$(PIP) install -c constraints.txt -e .
+	@$(PIP) install -c constraints.txt -e '.[serve]'
 	@touch $@
 
 .venv/installed-dev: $(INPUTS) | .venv/bin/python

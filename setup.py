@@ -17,10 +17,14 @@ WITHOUT = {
 class BuildNative(build_ext):
     """Compiles the C++ parts with nanobind; where that fails, the rest of plsc is installed all the same."""
 
+    nanobind: str | None = None  # its compiled object, once the first extension has one
+
     def build_extension(self, ext: Extension) -> None:
         try:
             self.add_nanobind(ext)
             super().build_extension(ext)
+            sources = [source for source in ext.sources if source.endswith("nb_combined.cpp")]
+            self.nanobind = self.nanobind or self.compiler.object_filenames(sources, output_dir=self.build_temp)[0]
         except Exception as error:
             why = str(error) if len(str(error)) < 100 else "the compiler's messages are above"
             print(
@@ -41,8 +45,10 @@ class BuildNative(build_ext):
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(nanobind.source_dir()) / "nb_combined.cpp", copy)
         ext.include_dirs.append(nanobind.source_dir())
-        if str(copy) not in ext.sources:
+        if self.nanobind is None and str(copy) not in ext.sources:
             ext.sources.append(str(copy))
+        elif self.nanobind is not None:
+            ext.extra_objects.append(self.nanobind)
 
     def copy_extensions_to_source(self) -> None:
         """Of an editable install; what was not built cannot be copied."""
@@ -85,7 +91,7 @@ setup(
     # The CUDA kernels travel as text; CuPy compiles them at first use. cuda/ itself must be no package (see the tests).
     packages=[*find_packages(include=["plsc", "plsc.*"]), "plsc._cuda"],
     package_dir={"plsc._cuda": "cuda"},
-    package_data={"plsc": ["py.typed", "recipes/*.toml"], "plsc._cuda": ["*.cu", "*.cuh"]},
+    package_data={"plsc": ["py.typed", "recipes/*.toml", "serve/page/*"], "plsc._cuda": ["*.cu", "*.cuh"]},
     include_package_data=False,  # else the C++ sources, being in the manifest, would go into the wheel
     ext_modules=EXTENSIONS,
     cmdclass={"build_ext": BuildNative},

@@ -1,16 +1,17 @@
-"""Measures whole training steps of known models on several ranks: our Reducer against DDP and FSDP2, in turn in one run.
+"""Measures whole training steps of known models on several ranks: our Reducer beside DDP and FSDP2, in one run.
 
-    python benchmarks/models.py                                  # all models, 2 and 4 ranks, loopback and 1 Gbit/s: hours
+    python benchmarks/models.py          # all models, 2 and 4 ranks, loopback and 1 Gbit/s: two hours on two cores
     python benchmarks/models.py --models vit_base --ranks 2 --links loopback
-    python benchmarks/models.py --quick                          # a small model, two ranks, loopback: a minute
+    python benchmarks/models.py --quick  # two small models, two ranks, loopback: a minute
 
-Models: iresnet50 and vit_base at 112 pixels, bert_base (an encoder of 12 layers, width 768, with its embedding of 30,522
-words, sequences of 64). Links: "loopback", or Mbit/s between network namespaces, one a rank (lab.py, root). A rank is a
-process with one thread; the batch is a rank's, so more ranks are more samples (weak scaling). Each turn builds its way
-anew, takes one step to warm up, then --steps that count; the ways alternate for --rounds. SGD without momentum.
+Models: iresnet50 and vit_base at 112 pixels, bert_base (an encoder of 12 layers, width 768, with its embedding of
+30,522 words, sequences of 64). Links: "loopback", or Mbit/s between network namespaces, one a rank (lab.py, root). A
+rank is a process with one thread; the batch is a rank's, so more ranks are more samples (weak scaling). Each turn
+builds its way anew, takes one step to warm up, then --steps that count; the ways alternate for --rounds. SGD without
+momentum.
 
-samples/s counts all ranks; CPU s a sample is the processor time of all ranks, all threads, over all samples: on a machine
-that others use too, read that, and the ratios to DDP. "alone" is the step without any communication.
+samples/s counts all ranks; CPU s a sample is the processor time of all ranks, all threads, over all samples: on a
+machine that others use too, read that, and the ratios to DDP. "alone" is the step without any communication.
 """
 
 from __future__ import annotations

@@ -290,11 +290,11 @@ def work(job: dict[str, Any]) -> None:
         sys.stdin.readline()
 
 
-def measure_modes(workers: int, steps: int, mbit: int) -> None:
+def measure_modes(workers: int, steps: int, mbit: int, names: list[str]) -> None:
     ids, clicked = clicks(0, 50_000)
     with Links(workers, mbit) as links:
         print(f"{workers} workers, {steps} steps of {SAMPLES} samples each, link {mbit or 'loopback'}")
-        for name in MODES:
+        for name in names:
             table = Table(9, rule="adagrad", lr=0.1, locked=True, init_scale=0.02)
             with Server({"t": table}, host=links.host, token=TOKEN) as server:
                 crew = []
@@ -378,6 +378,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--mbit", type=int, default=0)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--job", default="{}", help="of a worker, as JSON")
     args = parser.parse_args()
     if args.what == "serve":
@@ -389,7 +390,7 @@ def main() -> None:
     elif args.what == "capacity":
         measure_capacity(args.rows)
     elif args.what == "modes":
-        measure_modes(args.workers, args.steps, args.mbit)
+        measure_modes(args.workers, args.steps, args.mbit, args.modes)
     elif args.what == "worker":
         work(json.loads(args.job))
 

@@ -2,11 +2,11 @@
 
     python benchmarks/table.py [--rows 5000000] [--ids 10000000] [--repeats 30] [--disk FOLDER]
 
-Batches of 65,536 keys, uniform over the rows and Zipf(1.05) over the ids, dim 16, Adagrad; ids without a row are born as
-they come. All contenders take turns within one run, so that a noisy machine hurts them alike; medians of processor time
-and their ratios to the bare gather count, not single numbers. Two threads are timed by the clock on the wall, one and two
-in turn: run those on a quiet machine. With --disk also saving and loading beside plain writing and reading of as many
-bytes in that folder. numba and fbgemm-gpu-cpu (1.8 beside torch 2.13) take part where they are installed.
+Batches of 65,536 keys, uniform over the rows and Zipf(1.05) over the ids, dim 16, Adagrad; ids without a row get one as
+they come. All contenders take turns within one run, so that a noisy machine hurts them alike; medians of processor
+time and their ratios to the bare gather count, not single numbers. Two threads are timed by the clock on the wall, one
+and two in turn: run those on a quiet machine. With --disk also saving and loading beside plain writing and reading of
+as many bytes in that folder. numba and fbgemm-gpu-cpu (1.8 beside torch 2.13) take part where they are installed.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def numba_loops() -> tuple[Any, Any, Any]:
         return (x ^ (x >> np.uint64(27))) & mask
 
     @njit(nogil=True)
-    def fill(slot_keys, slot_rows, keys) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    def fill(slot_keys, slot_rows, keys) -> None:  # type: ignore[no-untyped-def]
         mask = np.uint64(len(slot_keys) - 1)
         for i in range(len(keys)):
             at = home(keys[i], mask)
@@ -103,7 +103,7 @@ def numba_loops() -> tuple[Any, Any, Any]:
             slot_keys[at], slot_rows[at] = keys[i], i + 1
 
     @njit(nogil=True, inline="always")
-    def find(slot_keys, slot_rows, key):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def find(slot_keys, slot_rows, key):  # type: ignore[no-untyped-def]
         mask = np.uint64(len(slot_keys) - 1)
         at = home(key, mask)
         while slot_rows[at] != 0:
@@ -113,14 +113,14 @@ def numba_loops() -> tuple[Any, Any, Any]:
         return -1
 
     @njit(nogil=True)
-    def read(slot_keys, slot_rows, rows, keys, out) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    def read(slot_keys, slot_rows, rows, keys, out) -> None:  # type: ignore[no-untyped-def]
         for i in range(len(keys)):
             row = find(slot_keys, slot_rows, keys[i])
             for d in range(DIM):
                 out[i, d] = rows[row, d] if row >= 0 else 0.0
 
     @njit(nogil=True, error_model="numpy")
-    def step(slot_keys, slot_rows, rows, keys, grads) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    def step(slot_keys, slot_rows, rows, keys, grads) -> None:  # type: ignore[no-untyped-def]
         for i in range(len(keys)):
             row = find(slot_keys, slot_rows, keys[i])
             if row >= 0:
@@ -133,7 +133,7 @@ def numba_loops() -> tuple[Any, Any, Any]:
 
 
 class FbgemmTable:
-    """FBGEMM's table-batched embedding on the CPU with exact Adagrad: rows by number, no hashing, merges repeated ids."""
+    """FBGEMM's batched embedding on the CPU with exact Adagrad: rows by number, no hashing, merges repeated ids."""
 
     def __init__(self, values: np.ndarray) -> None:
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -188,7 +188,7 @@ def medians(contenders: dict[str, Timed], repeats: int, clock: Callable[[], floa
 
 
 def one_and_two_threads(work: Callable[[int, np.ndarray], object], repeats: int) -> tuple[float, float]:
-    """Million rows a second of one thread and of two, each with batches and output of its own, by wall clock, in turn."""
+    """Million rows a second of one thread and of two, each with batches and output of its own, by the clock."""
     outs = [np.empty((BATCH, DIM), np.float32) for _ in range(2)]
     rates: dict[int, list[float]] = {1: [], 2: []}
     with ThreadPoolExecutor(2) as pool:
@@ -237,7 +237,7 @@ def on_disk(table: Table, folder: Path) -> None:
     print(
         f"\nsave {speeds['save']:.0f} MB/s, {speeds['save'] / speeds['write']:.2f} of a bare write; load "
         f"{speeds['load']:.0f} MB/s ({len(table) / float(np.median(rates['load'])) / 1e6:.2f} M rows/s), "
-        f"{speeds['load'] / speeds['read']:.2f} of a bare read (of what the system still has in memory); {size / 1e6:.0f} MB"
+        f"{speeds['load'] / speeds['read']:.2f} of a bare read (both from the system's cache); {size / 1e6:.0f} MB"
     )
     path.unlink()
     bare.unlink()

@@ -5,23 +5,14 @@
 constexpr int ROWS = 4;   // samples of a thread block: they share the inverse norms it has read
 constexpr int PACKS = 4;  // groups of four classes of a thread
 
-// One group of four classes of one sample, as logits; an own class (row `own` of the block) is told by `at`.
-struct Group {
-  float cos[4], logit[4];
-  int at;  // 0..3: which of the four is the own class; else none is
-};
-
-template <class In>
-DEVICE Group read_group(const In* product, const float* inv, i64 col, i64 classes, i64 own, float scale, bool packed) {
-  Group group;
-  load4(product + col, group.cos, classes - col, packed);
+// Four products of one sample to cosines and logits; gives which of the four is the own class, or -1.
+DEVICE int to_logits(float* cos, float* logit, const float* inv, i64 col, i64 own, float scale) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    group.cos[i] *= inv[i];
-    group.logit[i] = group.cos[i] * scale;
+    cos[i] *= inv[i];
+    logit[i] = cos[i] * scale;
   }
-  group.at = (own >= col && own < col + 4) ? int(own - col) : -1;
-  return group;
+  return (own >= col && own < col + 4) ? int(own - col) : -1;
 }
 
 DEVICE void read_inverse(const float* inverse, float* inv, i64 col, i64 classes, bool packed) {
@@ -59,20 +50,23 @@ DEVICE void exponentials(const In* product, const float* inverse, const float* s
     bool packed = aligned && classes - col >= 4;
     float inv[4];
     read_inverse(inverse, inv, col, classes, packed);
+    float cos[ROWS][4];  // all loads before the first store: the compiler cannot know that they do not touch
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+      if (first + r < samples) load4(product + (first + r) * classes + col, cos[r], classes - col, packed);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       if (first + r >= samples) break;
-      i64 base = (first + r) * classes;
-      Group group = read_group(product + base, inv, col, classes, own[r], scale, packed);
-      float result[4];
+      float result[4], logit[4];
+      int at = to_logits(cos[r], logit, inv, col, own[r], scale);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        bool is_own = group.at == i, there = i < classes - col;
-        float e = is_own ? value[r] : factor[r] * expf(group.logit[i] - minus[r]);
-        sums[r] += there ? (gradient ? e * group.cos[i] : e) : 0.0f;
+        bool there = i < classes - col;
+        float e = at == i ? value[r] : factor[r] * expf(logit[i] - minus[r]);
+        sums[r] += there ? (gradient ? e * cos[r][i] : e) : 0.0f;
         result[i] = weigh ? e * inv[i] : e;
       }
-      store4(out + base + col, result, classes - col, packed);
+      store4(out + (first + r) * classes + col, result, classes - col, packed);
     }
   }
 #pragma unroll
@@ -100,10 +94,12 @@ DEVICE void online(const In* product, const float* inverse, const i64* place, fl
     bool packed = aligned && classes - col >= 4;
     float inv[4];
     read_inverse(inverse, inv, col, classes, packed);
-    Group group = read_group(product + row * classes, inv, col, classes, own, scale, packed);
+    float cos[4], logit[4];
+    load4(product + row * classes + col, cos, classes - col, packed);
+    int at = to_logits(cos, logit, inv, col, own, scale);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (group.at != i && i < classes - col) logits[pack * 4 + i] = group.logit[i];
+      if (at != i && i < classes - col) logits[pack * 4 + i] = logit[i];
       top = larger(top, logits[pack * 4 + i]);
     }
   }

@@ -123,6 +123,23 @@ struct Rows {
   u32 key;
 };
 
+constexpr int GROUPS = 4;           // of four elements that a thread holds at a time
+constexpr int SPAN = GROUPS * 128;  // elements that a warp holds: a row of up to so many is read once
+
+struct Line {
+  float x[GROUPS][4];
+};
+
+// Calls each(k, d, left, packed) for the groups of this thread in [base, base + SPAN) that are in the row.
+template <class Each>
+DEVICE void groups(const Rows& all, i64 base, const Each& each) {
+#pragma unroll
+  for (int k = 0; k < GROUPS; ++k) {
+    i64 d = base + k * 128 + (threadIdx.x % 32) * 4, left = all.dim - d;
+    if (left > 0) each(k, d, left, all.aligned && left >= 4);
+  }
+}
+
 // A warp's row: its place in the weight, and how its gradient goes through the normalisation.
 struct Row {
   i64 at;  // of its first element in the weight
@@ -133,8 +150,14 @@ struct Row {
 };
 
 template <class Weight>
-DEVICE Row open_row(const Weight& weight, const Rows& all, i64 r) {
-  int lane = threadIdx.x % 32;
+DEVICE void read_line(const Weight& weight, const Rows& all, const Row& row, i64 base, Line& w, Line& g) {
+  groups(all, base, [&](int k, i64 d, i64 left, bool packed) {
+    weight.load(row.at + d, w.x[k], left, packed);
+    load4(row.grad + d, g.x[k], left, packed);
+  });
+}
+
+DEVICE Row find_row(const Rows& all, i64 r) {
   Row row;
   row.number = all.rows ? all.rows[r] : all.start + r;
   row.at = row.number * all.dim;
@@ -142,35 +165,39 @@ DEVICE Row open_row(const Weight& weight, const Rows& all, i64 r) {
   row.key = row_key(all.key, all.first_class + row.number);
   row.radial = 0.0f;
   row.shrink = 1.0f;
-  if (all.normalize) {
-    float dot = 0.0f, squares = 0.0f;
-    for (i64 d = lane * 4; d < all.dim; d += 128) {
-      bool packed = all.aligned && all.dim - d >= 4;
-      float w[4], g[4];
-      weight.load(row.at + d, w, all.dim - d, packed);
-      load4(row.grad + d, g, all.dim - d, packed);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float seen = weight.seen(w[i]);
-        dot += seen * g[i];
-        squares += seen * seen;
-      }
-    }
-    dot = warp_sum(dot);
-    squares = warp_sum(squares);
-    row.radial = squares > 0.0f ? dot / squares : squares * 0.0f;
-    if (all.normalize == 1) row.shrink = squares > 0.0f ? 1.0f / sqrtf(squares) : squares * 0.0f;
-  }
   return row;
 }
 
-// Elements [d, d + 4) of the row: the weight and its gradient.
+// How the gradient goes through the normalisation; w and g hold the first span.
 template <class Weight>
-DEVICE void read_row(const Weight& weight, const Rows& all, const Row& row, i64 d, float* w, float* g, bool packed) {
-  weight.load(row.at + d, w, all.dim - d, packed);
-  load4(row.grad + d, g, all.dim - d, packed);
+DEVICE void normalize_row(const Weight& weight, const Rows& all, Row& row, const Line& w, const Line& g) {
+  if (!all.normalize) return;
+  float dot = 0.0f, squares = 0.0f;
+  auto add = [&](const Line& a, const Line& b, i64 base) {
+    groups(all, base, [&](int k, i64, i64 left, bool) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) g[i] = (g[i] - weight.seen(w[i]) * row.radial) * row.shrink;
+      for (int i = 0; i < 4; ++i) {
+        float seen = i < left ? weight.seen(a.x[k][i]) : 0.0f;
+        dot += i < left ? seen * b.x[k][i] : 0.0f;
+        squares += seen * seen;
+      }
+    });
+  };
+  add(w, g, 0);
+  for (i64 base = SPAN; base < all.dim; base += SPAN) {
+    Line a, b;
+    read_line(weight, all, row, base, a, b);
+    add(a, b, base);
+  }
+  dot = warp_sum(dot);
+  squares = warp_sum(squares);
+  row.radial = squares > 0.0f ? dot / squares : squares * 0.0f;
+  if (all.normalize == 1) row.shrink = squares > 0.0f ? 1.0f / sqrtf(squares) : squares * 0.0f;
+}
+
+template <class Weight>
+DEVICE float through(const Weight& weight, const Row& row, float w, float g) {
+  return (g - weight.seen(w) * row.radial) * row.shrink;
 }
 
 DEVICE void close_row(const Rows& all, i64 r, float squares) {
@@ -195,70 +222,76 @@ DEVICE float sgd_weight(float w, float g, float v, const Sgd& sgd) {
   return w - (sgd.nesterov ? g + v * sgd.momentum : v) * sgd.lr;
 }
 
-// State float or bf16; velocity null: no momentum.
-template <class Weight, class State>
-DEVICE void sgd_rows(const Weight& weight, State* velocity, const float*, const Rows& all, const Sgd& sgd) {
-  i64 r = (i64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-  if (r >= all.num_rows) return;
-  Row row = open_row(weight, all, r);
-  float squares = 0.0f;
-  for (i64 d = (threadIdx.x % 32) * 4; d < all.dim; d += 128) {
-    i64 left = all.dim - d;
-    bool packed = all.aligned && left >= 4;
-    float w[4], g[4], v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    u32 random[4];
-    read_row(weight, all, row, d, w, g, packed);
-    if (velocity) load4(velocity + row.at + d, v, left, packed);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      random[i] = random_bits(row.key, d + i);
-      v[i] = sgd_velocity(g[i], w[i], v[i], sgd);
-      w[i] = sgd_weight(w[i], g[i], v[i], sgd);
-    }
-    if (velocity) store_state(velocity + row.at + d, v, random, left, packed);
-    weight.store(row.at + d, w, random, left, packed);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) squares += i < left ? w[i] * w[i] : 0.0f;
-  }
-  close_row(all, r, squares);
+DEVICE void load_state(const float* from, float, float* x, i64 left, bool packed) { load4(from, x, left, packed); }
+DEVICE void load_state(const bf16* from, float, float* x, i64 left, bool packed) { load4(from, x, left, packed); }
+DEVICE void load_state(const signed char* from, float scale, float* x, i64 left, bool packed) {
+  load_bytes(from, scale, x, left, packed);
+}
+DEVICE void save_state(float* to, const float* x, float, const u32* random, i64 left, bool packed) {
+  store_state(to, x, random, left, packed);
+}
+DEVICE void save_state(bf16* to, const float* x, float, const u32* random, i64 left, bool packed) {
+  store_state(to, x, random, left, packed);
+}
+DEVICE void save_state(signed char* to, const float* x, float scale, const u32* random, i64 left, bool packed) {
+  store_bytes(to, x, scale, random, left, packed);
 }
 
-// State int8 with `scales` [rows of the weight]: the largest momentum of the row is 127 steps.
-template <class Weight>
-DEVICE void sgd_rows(const Weight& weight, signed char* velocity, float* scales, const Rows& all, const Sgd& sgd) {
+// velocity null: no momentum. State int8 has `scales` [rows of the weight]: a row's largest momentum is 127 steps.
+template <class Weight, class State>
+DEVICE void sgd_rows(const Weight& weight, State* velocity, float* scales, const Rows& all, const Sgd& sgd) {
+  constexpr bool bytes = sizeof(State) == 1;
   i64 r = (i64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
   if (r >= all.num_rows) return;
-  Row row = open_row(weight, all, r);
-  float before = scales[row.number], top = 0.0f, squares = 0.0f;
-  for (i64 d = (threadIdx.x % 32) * 4; d < all.dim; d += 128) {
-    bool packed = all.aligned && all.dim - d >= 4;
-    float w[4], g[4], v[4];
-    read_row(weight, all, row, d, w, g, packed);
-    load_bytes(velocity + row.at + d, before, v, all.dim - d, packed);
+  Row row = find_row(all, r);
+  float before = bytes ? scales[row.number] : 0.0f, after = 0.0f, squares = 0.0f;
+  Line w, g, v;
+  auto read = [&](i64 base) {
+    read_line(weight, all, row, base, w, g);
+    groups(all, base, [&](int k, i64 d, i64 left, bool packed) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) top = larger(top, fabsf(sgd_velocity(g[i], w[i], v[i], sgd)));
-  }
-  float after = warp_max(top) / 127.0f;
-  for (i64 d = (threadIdx.x % 32) * 4; d < all.dim; d += 128) {
-    i64 left = all.dim - d;
-    bool packed = all.aligned && left >= 4;
-    float w[4], g[4], v[4];
-    u32 random[4];
-    read_row(weight, all, row, d, w, g, packed);
-    load_bytes(velocity + row.at + d, before, v, left, packed);
+      for (int i = 0; i < 4; ++i) v.x[k][i] = 0.0f;
+      if (velocity) load_state(velocity + row.at + d, before, v.x[k], left, packed);
+    });
+  };
+  read(0);
+  normalize_row(weight, all, row, w, g);
+  bool whole = all.dim <= SPAN;
+  if (bytes) {
+    float top = 0.0f;
+    for (i64 base = 0; base < all.dim; base += SPAN) {
+      if (!whole) read(base);
+      groups(all, base, [&](int k, i64, i64 left, bool) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      random[i] = random_bits(row.key, d + i);
-      v[i] = sgd_velocity(g[i], w[i], v[i], sgd);
-      w[i] = sgd_weight(w[i], g[i], v[i], sgd);
+        for (int i = 0; i < 4; ++i) {
+          float grad = through(weight, row, w.x[k][i], g.x[k][i]);
+          if (i < left) top = larger(top, fabsf(sgd_velocity(grad, w.x[k][i], v.x[k][i], sgd)));
+        }
+      });
     }
-    store_bytes(velocity + row.at + d, v, after, random, left, packed);
-    weight.store(row.at + d, w, random, left, packed);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) squares += i < left ? w[i] * w[i] : 0.0f;
+    after = warp_max(top) / 127.0f;
   }
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) scales[row.number] = after;
+  for (i64 base = 0; base < all.dim; base += SPAN) {
+    if (!whole) read(base);
+    groups(all, base, [&](int k, i64 d, i64 left, bool packed) {
+      u32 random[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        random[i] = random_bits(row.key, d + i);
+        float grad = through(weight, row, w.x[k][i], g.x[k][i]);
+        v.x[k][i] = sgd_velocity(grad, w.x[k][i], v.x[k][i], sgd);
+        w.x[k][i] = sgd_weight(w.x[k][i], grad, v.x[k][i], sgd);
+      }
+      if (velocity) save_state(velocity + row.at + d, v.x[k], after, random, left, packed);
+      weight.store(row.at + d, w.x[k], random, left, packed);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) squares += i < left ? w.x[k][i] * w.x[k][i] : 0.0f;
+    });
+  }
+  if (bytes) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) scales[row.number] = after;
+  }
   close_row(all, r, squares);
 }
 
@@ -273,31 +306,39 @@ DEVICE void adam_rows(const Weight& weight, State* average, State* square, float
                       const Adam& adam) {
   i64 r = (i64(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
   if (r >= all.num_rows) return;
-  Row row = open_row(weight, all, r);
-  float step = steps[row.number] + 1.0f;
+  Row row = find_row(all, r);
+  float step = steps[row.number] + 1.0f, squares = 0.0f;
   float size = adam.lr / -expm1f(step * adam.log_beta1);  // 1 - beta^step without cancellation
   float root = sqrtf(-expm1f(step * adam.log_beta2));
-  float squares = 0.0f;
-  for (i64 d = (threadIdx.x % 32) * 4; d < all.dim; d += 128) {
-    i64 left = all.dim - d;
-    bool packed = all.aligned && left >= 4;
-    float w[4], g[4], m[4], s[4];
-    u32 random[4];
-    read_row(weight, all, row, d, w, g, packed);
-    load4(average + row.at + d, m, left, packed);
-    load4(square + row.at + d, s, left, packed);
+  Line w, g, m, s;
+  auto read = [&](i64 base) {
+    read_line(weight, all, row, base, w, g);
+    groups(all, base, [&](int k, i64 d, i64 left, bool packed) {
+      load4(average + row.at + d, m.x[k], left, packed);
+      load4(square + row.at + d, s.x[k], left, packed);
+    });
+  };
+  read(0);
+  normalize_row(weight, all, row, w, g);
+  for (i64 base = 0; base < all.dim; base += SPAN) {
+    if (all.dim > SPAN) read(base);
+    groups(all, base, [&](int k, i64 d, i64 left, bool packed) {
+      u32 random[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      random[i] = random_bits(row.key, d + i);
-      m[i] += (g[i] - m[i]) * (1.0f - adam.beta1);
-      s[i] = s[i] * adam.beta2 + g[i] * g[i] * (1.0f - adam.beta2);
-      w[i] = w[i] * (1.0f - adam.lr * adam.decay) - size * m[i] / (sqrtf(s[i]) / root + adam.eps);
-    }
-    store_state(average + row.at + d, m, random, left, packed);
-    store_state(square + row.at + d, s, random, left, packed);
-    weight.store(row.at + d, w, random, left, packed);
+      for (int i = 0; i < 4; ++i) {
+        random[i] = random_bits(row.key, d + i);
+        float grad = through(weight, row, w.x[k][i], g.x[k][i]);
+        m.x[k][i] += (grad - m.x[k][i]) * (1.0f - adam.beta1);
+        s.x[k][i] = s.x[k][i] * adam.beta2 + grad * grad * (1.0f - adam.beta2);
+        w.x[k][i] = w.x[k][i] * (1.0f - adam.lr * adam.decay) -
+                    size * m.x[k][i] / (sqrtf(s.x[k][i]) / root + adam.eps);
+      }
+      store_state(average + row.at + d, m.x[k], random, left, packed);
+      store_state(square + row.at + d, s.x[k], random, left, packed);
+      weight.store(row.at + d, w.x[k], random, left, packed);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) squares += i < left ? w[i] * w[i] : 0.0f;
+      for (int i = 0; i < 4; ++i) squares += i < left ? w.x[k][i] * w.x[k][i] : 0.0f;
+    });
   }
   __syncwarp();
   if (threadIdx.x % 32 == 0) steps[row.number] = step;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import sys
@@ -26,7 +27,7 @@ from plsc.train.failures import EXIT_DIVERGED, EXIT_FAILURE, EXIT_USAGE, exit_co
 from plsc.train.launch import EXIT_INTERRUPTED, Outcome, die_with_parent, launch, report, scratch_folder
 from plsc.train.preflight import check_folder
 
-PS_TASKS = ("ctr",)
+PS_TASKS = ("ctr", "word2vec")
 T = TypeVar("T")
 
 
@@ -161,7 +162,8 @@ def ps(argv: Sequence[str] | None = None) -> int:
         return _guarded(lambda: cli_ps.run(args))
     if not args or args[0] not in commands:
         print(
-            "usage: plsc-ps train RECIPE [--out DIR] [--epochs N] [--threads N] [--data.train FILES] ...\n\n"
+            "usage: plsc-ps train RECIPE [--out DIR] [--epochs N] [--threads N] [--data.train FILES] ...\n"
+            "       plsc-ps train word2vec [corpus.txt] ...\n\n"
             f"RECIPE is a TOML file or a shipped recipe: {', '.join(list_recipes(PS_TASKS))}.\n"
             "plsc-ps train RECIPE --help lists every flag with the recipe's values.\n"
             f"Servers: plsc-ps {' | '.join(cli_ps.COMMANDS)}, each with --help."
@@ -227,17 +229,37 @@ def _ps_train(recipe: str, flags: Sequence[str]) -> int:
     """The run that a recipe with one of PS_TASKS describes, in this process."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for "module:attr" in recipes
-    from plsc.train import ctr
-    from plsc.train.ctr_config import CtrConfig
-
     values = read_recipe(recipe, PS_TASKS)
     if values.get("task") not in PS_TASKS:
         raise ValueError(f"recipe {recipe} has task {values.get('task')!r}, expected one of {', '.join(PS_TASKS)}")
+    if values["task"] == "word2vec":
+        return _word2vec(recipe, values, flags)
+    from plsc.train import ctr
+    from plsc.train.ctr_config import CtrConfig
+
     config = _override(f"plsc-ps train {recipe}", from_dict(CtrConfig, values, where=f"recipe {recipe}"), flags)
     with _logging_to_stdout(LocalCommunicator()):
         result = ctr.train(config, progress=_Bar("training"))
     _report(Path(config.out), {})
     print(", ".join(f"{name} {value:.4f}" for name, value in result.items()))
+    return 0
+
+
+def _word2vec(recipe: str, values: dict[str, Any], flags: Sequence[str]) -> int:
+    """Word vectors; files of text may stand right after the recipe. Started by a launcher, as one of its workers."""
+    from plsc.train import word2vec
+    from plsc.train.word2vec_config import Word2VecConfig
+
+    files = list(itertools.takewhile(lambda flag: not flag.startswith("-"), flags))
+    flags = [*(["--data.train", *files] if files else []), *flags[len(files) :]]
+    config = _override(f"plsc-ps train {recipe}", from_dict(Word2VecConfig, values, where=f"recipe {recipe}"), flags)
+    comm = connect()
+    with _logging_to_stdout(comm):
+        result = word2vec.train(config, comm=comm, progress=_Bar("training") if comm.rank == 0 else None)
+    if comm.rank == 0:
+        _report(Path(config.out), {})
+        print(", ".join(f"{name} {value:.4f}" for name, value in result.items()))
+    comm.close()
     return 0
 
 
@@ -466,6 +488,9 @@ def _report(out: Path, result: dict[str, Any]) -> None:
         "checkpoints",
         "result.json",
         "loss.png",
+        "vocab.txt",
+        "vectors.bin",
+        "vectors.txt",
         "roc.png",
         "export/model.onnx",
         "export/table.safetensors",

@@ -33,6 +33,8 @@ def _parser() -> argparse.ArgumentParser:
     for flag, kind in (("host", str), ("port", int), ("index", int), ("count", int), ("folder", str), ("run", str)):
         serve.add_argument(f"--{flag}", type=kind, help=f"instead of [server] {flag}")
     serve.add_argument("--metrics-port", type=int, help="instead of [server] metrics_port")
+    serve.add_argument("--rendezvous", metavar="HOST:PORT", help="a TCPStore to say this server's address in")
+    serve.add_argument("--advertise", metavar="HOST:PORT", help="the address to say there, where it is not --host's")
     launch = commands.add_parser("launch", help="servers and workers on this machine: launch ... -- script.py")
     launch.add_argument("--tables", default="tables.toml", metavar="tables.toml")
     launch.add_argument("--servers", type=int, default=1)
@@ -57,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from plsc.ps.discovery import publish
     from plsc.ps.server import Server
     from plsc.ps.settings import read_settings
 
@@ -64,6 +67,10 @@ def _serve(args: argparse.Namespace) -> int:
     flags = ("host", "port", "index", "count", "folder", "run", "metrics_port")
     tables, options = read_settings(args.settings, {name: getattr(args, name) for name in flags})
     server = Server(tables, **options)
+    held = None
+    if args.rendezvous:
+        where = args.advertise or server.address
+        held = publish(args.rendezvous, run=server.run, index=server.index, count=server.count, address=where)
     stopping: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
@@ -75,6 +82,7 @@ def _serve(args: argparse.Namespace) -> int:
     while not stopping:
         server.closing.wait(0.5)
     print("stopping", flush=True)
+    del held  # until now for whoever was looking
     server.close(save=server.state is not None)
     # Workers' streams are still open, and Flight's threads would wait for them for ever.
     sys.stdout.flush()

@@ -12,7 +12,7 @@ from typing import Any
 
 import plsc
 from plsc.serve.bundle import MANIFEST, Bundle, Threshold, write_bundle
-from plsc.serve.detect import DETECTIONS, find_detector
+from plsc.serve.detect import DETECTORS, find_detector
 from plsc.serve.gallery import open_gallery
 
 EPILOG = (
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--token-file", metavar="FILE", help="file with the token that clients must send")
     parser.add_argument("--tls-certificate", metavar="FILE", help="PEM file; with --tls-key the service speaks HTTPS")
     parser.add_argument("--tls-key", metavar="FILE", help="PEM file")
-    parser.add_argument("--detector", choices=DETECTIONS, default="none", help="auto: takes the largest face")
+    parser.add_argument("--detector", choices=DETECTORS, default="none", help="auto: the face of a photograph")
     parser.add_argument("--index", choices=("exact", "ivfpq", "hnsw"), default="exact", help="the others need faiss")
     parser.add_argument("--recall-queries", type=int, default=200, help="to measure an approximate index with")
     parser.add_argument("--threads", type=int, default=0, help="of the network; 0: all cores")

@@ -58,8 +58,8 @@ class Strategy:
             LocalSGDOptions.
         accumulate: micro-batches an optimizer step; the global batch stays the same, memory shrinks.
         clip_norm: largest norm of the whole gradient, cut weights counted once; 0 is off.
-        recompute: "none" | "full" | "selective" | "every:k" | "blocks:0-3,7": blocks whose activations are computed again
-        in the backward; see plsc.strategies.recompute.
+        recompute: "none" | "full" | "selective" | "every:k" | "blocks:0-3,7": blocks that run again in the backward, to
+            keep less; see plsc.strategies.recompute.
         sync_bn: batch statistics over all ranks.
         ps: how rows of sparse tables are trained, "none" | "direct" | "async" | "half_async" | "sync" | "geo". servers:
             host:port of each server; none: a table of this process. ps_args: the mode's settings; see docs/ps.md.
@@ -80,7 +80,7 @@ class Strategy:
     recompute: str = "none"
     sync_bn: bool = False
     ps: str = "none"
-    servers: list[str] = field(default_factory=list)
+    servers: tuple[str, ...] = ()
     ps_args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,6 +105,7 @@ class Strategy:
             )
         self.dgc_options()
         self.local_sgd_options()
+        object.__setattr__(self, "servers", tuple(self.servers))  # a list will do
         if self.ps != "none":
             check_mode(self.ps, self.ps_args)
         elif self.servers or self.ps_args:

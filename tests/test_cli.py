@@ -257,8 +257,10 @@ def test_train_resume_eval_and_export_in_this_process(
     assert sorted(path.name for path in (out / "export").iterdir()) == [
         "centres.safetensors",
         "embeddings.safetensors",
+        "facts.json",
         "model.onnx",
     ]
+    assert f"serve it, with a page to look at: plsc-serve {out}" in printed
     assert "accuracy" not in printed and "torchvision" not in printed + errors and errors == ""
     assert json.loads((out / "result.json").read_text())["step"] == shown["step"]
 
@@ -268,7 +270,8 @@ def test_embeddings_are_computed_once(here: Path, tmp_path: Path, monkeypatch: p
 
     calls, embed = [], trainer.embed
     monkeypatch.setattr(trainer, "embed", lambda *args, **options: calls.append(1) or embed(*args, **options))
-    monkeypatch.setattr("plsc.train.run.export_onnx", lambda *_, **__: None)
+    monkeypatch.setattr("plsc.train.artifacts.export_onnx", lambda *_, **__: None)
+    monkeypatch.setattr("plsc.cli_serve.bundle_run", lambda out: None)
     flags = ["--out", str(tmp_path / "run"), "--data.workers", "0", "--max-steps", "2"]
     assert cli.train([str(here), *flags]) == 0 and len(calls) == 1
     assert (tmp_path / "run/export/embeddings.safetensors").exists()

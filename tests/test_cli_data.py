@@ -188,6 +188,24 @@ def test_a_killed_reading_process_is_what_the_run_ends_with(
     assert "error: rank " in err and "Traceback" not in err
 
 
+def test_flags_of_balance_and_cache_reach_the_loader(
+    faces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.data(["convert", str(faces), str(tmp_path / "x.tar")]) == 0
+    (tmp_path / "r.toml").write_text(RECIPE.format(faces=tmp_path / "x.tar"))
+    flags = ["--data.kind", "tar", "--data.cache", str(tmp_path / "index.npz"), "--log-every", "1", "--out"]
+    losses = []
+    for more in ([str(tmp_path / "a")], [str(tmp_path / "b"), "--data.per-class", "2"]):
+        assert cli.train([str(tmp_path / "r.toml"), *flags, *more]) == 0
+        lines = map(json.loads, (Path(more[0]) / "metrics.jsonl").read_text().splitlines())
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert (tmp_path / "index.npz").stat().st_size > 40 * 8 and len(losses[0]) == len(losses[1]) == 5
+    assert losses[0] != losses[1]  # 8 people a batch and two images of 4
+    capsys.readouterr()
+    assert cli.train([str(tmp_path / "r.toml"), *flags, str(tmp_path / "c"), "--data.per-class", "3"]) == 2
+    assert "got per_class=3 with 8 samples a rank in a batch, expected a divisor" in capsys.readouterr().err
+
+
 def test_several_verification_sets_in_one_run(
     faces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,9 +246,10 @@ def test_every_container_gives_the_same_losses(faces: Path, tmp_path: Path) -> N
         ("rec", "x.rec"),
         ("tar", "x.tar"),
         ("parquet", "x.parquet"),
+        ("lmdb", "x.lmdb"),
     ):
-        if kind == "parquet":
-            pytest.importorskip("pyarrow")
+        if kind in ("parquet", "lmdb"):
+            pytest.importorskip("pyarrow" if kind == "parquet" else "lmdb")
         path = faces if kind == "folder" else tmp_path / name
         assert kind == "folder" or cli.data(["convert", str(faces), str(path)]) == 0
         out = tmp_path / f"run-{kind}"

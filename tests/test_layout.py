@@ -21,7 +21,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 RECIPES = sorted(PACKAGE.glob("recipes/*.toml"))
 NOT_INSTALLED = ["cuda", "datasets", "tools", "benchmarks", "tests", "docs"]
 # Imported where they are used, with a clear error when missing; not dependencies. Each with its file count's limit.
-FEW_IMPORTERS = {"cupy": 2, "tyro": 1, "pyarrow": 2, "simplejpeg": 1, "lmdb": 1}
+FEW_IMPORTERS = {"cupy": 2, "tyro": 1, "pyarrow": 2, "simplejpeg": 1, "lmdb": 1, "uvicorn": 1, "faiss": 1}
 OPTIONAL = {"cupy"}
 # Importing plsc in somebody's own training script must not cost these.
 HEAVY = [
@@ -36,6 +36,9 @@ HEAVY = [
     "onnx",
     "onnxscript",
     "onnxruntime",
+    "fastapi",
+    "uvicorn",
+    "faiss",
 ]
 
 
@@ -88,6 +91,7 @@ def test_wheel_holds_every_module_and_recipe(packed: list[str]) -> None:
     wanted = {relative(path) for path in [*MODULES, *RECIPES, PACKAGE / "py.typed"]}
     native = ["plsc/ps/_core", "plsc/ops/_kernels"]  # compiled; their sources stay out
     wanted.update(f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}" for name in native)
+    wanted.update(f"plsc/serve/page/{name}" for name in ("index.html", "app.js", "style.css"))
     wanted.update(f"plsc/_cuda/{path.name}" for path in ROOT.glob("cuda/*.cu*"))
     assert wanted - set(packed) == set()
     assert {name for name in packed if name.startswith("plsc/")} == wanted
@@ -149,10 +153,15 @@ def canonical(name: str) -> str:
 
 
 def test_imports_are_declared() -> None:
-    """Every import is of the standard library, plsc or a declared dependency; never of tools/ or datasets/."""
-    declared = {canonical(re.split(r"[^\w.-]", line)[0]) for line in project()["dependencies"]}
+    """Every import is of the standard library, plsc or a declared dependency; never of tools/ or datasets/.
+
+    A room may also import what the extra of its name brings.
+    """
+    always = {canonical(re.split(r"[^\w.-]", line)[0]) for line in project()["dependencies"]}
+    extras = project()["optional-dependencies"]
     providers = importlib.metadata.packages_distributions()
     for path in MODULES:
+        declared = always | {canonical(name) for name in extras.get(path.parent.name, [])}
         tops = {name.split(".")[0] for name in imported(path)} - set(sys.stdlib_module_names) - OPTIONAL - {"plsc"}
         strangers = {top for top in tops if declared.isdisjoint(map(canonical, providers.get(top, [])))}
         assert not strangers, f"{relative(path)} imports {strangers}; declare in pyproject.toml, docs/dependencies.md"

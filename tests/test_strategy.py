@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import plsc
 from plsc.comm import Auto, Communicator, Grid2D, run_ranks
 from plsc.fleet import Strategy
-from plsc.strategies import DGC
+from plsc.strategies import DGC, fusion
 from plsc.train import Config, Trainer
 from plsc.train.config import DataConfig, EvalConfig, HeadConfig, ModelConfig, OptimConfig
 
@@ -68,6 +69,39 @@ def test_exact_techniques_give_the_losses_of_one_process(world: int, options: di
         torch.testing.assert_close(result[1], alone[1], rtol=1e-9, atol=1e-11)
         assert torch.equal(result[1], results[0][1])
     torch.testing.assert_close(head_of(results), alone[2], rtol=1e-9, atol=1e-11)
+
+
+WORDS: list[dict[str, Any]] = [
+    {"topology": "ring"},
+    {"topology": "hierarchical:2"},
+    {"lanes": 2, "bucket_mb": 0.001},
+    {"bucket_mb": 0.0},
+    {"accumulate": 3},
+    {"clip_norm": 1e9},
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"local_sgd": 1},
+    {"compress": "dgc", "compress_args": EVERYTHING},
+]
+
+
+def test_exact_techniques_in_pairs_give_the_losses_of_one_process(alone: tuple) -> None:
+    """All pairs that are not refused; those that are say why."""
+    refused = []
+    for one, two in itertools.combinations(WORDS, 2):
+        if set(one) & set(two):
+            continue
+        options = one | two
+        try:
+            Strategy(**options)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        results = run_ranks(4, train, options) if "accumulate" not in options else run_ranks(2, train, options)
+        losses = results[0][0].view(-1, options.get("accumulate", 1)).mean(1)
+        torch.testing.assert_close(losses, alone[0], rtol=1e-10, atol=1e-10, msg=str(options))
+        torch.testing.assert_close(head_of(results), alone[2], rtol=1e-9, atol=1e-11)
+    assert len(refused) == 1 and "compress='dgc' and local_sgd do not go together" in refused[0]
 
 
 @pytest.mark.parametrize(
@@ -366,3 +400,18 @@ def test_a_loss_scale_that_collapses_names_the_gradient() -> None:
 
     first, second = run_ranks(2, body)
     assert first == second and "the loss scale fell to 0.5" in first and "not finite: 1.weight (gradient)" in first
+
+
+@pytest.mark.parametrize("name", ["averaged", "dgc", "local"])
+def test_the_measured_bucket_size_is_kept(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that resumes measures other costs, and goes on with the buckets of its checkpoint, bit for bit."""
+    costs = [fusion.Costs(1e-3, 1e-6)]
+    monkeypatch.setattr(fusion, "measure", lambda comm: costs[-1])
+    config = dataclasses.replace(BASE, strategy=Strategy(**{**RUNS.get(name, {}), "bucket_mb": 0.0}))
+    whole, parts = (dataclasses.replace(config, out=str(tmp_path / folder)) for folder in ("whole", "parts"))
+    straight = run(whole, 2)
+    with pytest.raises(Killed):
+        run(parts, 2, killed_at=8)
+    costs.append(fusion.Costs(1.0, 1e-6))
+    resumed = run(parts, 2)
+    assert all(torch.equal(one, straight[0]) for one in resumed)

@@ -24,6 +24,7 @@ from plsc.data import Glyphs
 from plsc.serve import Client
 
 SIZE = {"width": 1180, "height": 760}
+VIEWS = {"light": ("search", "compare"), "dark": ("gallery", "service")}
 
 
 def main() -> None:
@@ -35,43 +36,47 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     known, unseen = characters("train"), characters("test")
     with tempfile.TemporaryDirectory() as scratch, Server(args.run, Path(scratch) / "gallery") as url:
-        with Client(url) as client:
-            for name, pictures in list(unseen.items())[5:400:11]:
-                client.add(name, [pictures[0]])
-            with sync_playwright() as playwright:
-                binary = os.environ.get("CHROMIUM") or "/usr/bin/chromium"
-                browser = playwright.chromium.launch(executable_path=binary if os.path.exists(binary) else None)
-                files = Files(Path(scratch), known, unseen)
-                for scheme in ("light", "dark"):
-                    page = browser.new_page(viewport=SIZE, color_scheme=scheme, device_scale_factor=1.5)
-                    look(page, url, files, lambda name, scheme=scheme: out / f"serve-{name}-{scheme}.png", client)
-                    page.close()
-                browser.close()
+        client = Client(url)
+        for name, pictures in list(unseen.items())[5:400:11]:
+            client.add(name, [pictures[0]])
+        with sync_playwright() as playwright:
+            binary = os.environ.get("CHROMIUM") or "/usr/bin/chromium"
+            browser = playwright.chromium.launch(executable_path=binary if os.path.exists(binary) else None)
+            files = Files(Path(scratch), known, unseen)
+            for scheme, views in VIEWS.items():
+                page = browser.new_page(viewport=SIZE, color_scheme=scheme, device_scale_factor=1.5)
+                page.goto(url)
+                for view in views:
+                    page.get_by_role("tab", name=view.capitalize()).click()
+                    SHOW[view](page, files, client)
+                    settle(page)
+                    page.screenshot(path=out / f"serve-{view}-{scheme}.png")
+                page.close()
+            browser.close()
 
 
-def look(page: Page, url: str, files: "Files", target: object, client: Client) -> None:
-    """The four views of the page."""
-    page.goto(url)
+def search(page: Page, files: "Files", client: Client) -> None:
     page.locator("#drop-search input").set_input_files(files.known)
     page.locator("#results li img").first.wait_for()
-    settle(page)
-    page.screenshot(path=target("search"))
-    page.get_by_role("tab", name="Compare").click()
+
+
+def compare(page: Page, files: "Files", client: Client) -> None:
     page.locator("#drop-first input").set_input_files(files.one)
     page.locator("#drop-second input").set_input_files(files.other)
     page.locator("#scale").wait_for()
-    settle(page)
-    page.screenshot(path=target("compare"))
-    page.get_by_role("tab", name="Gallery").click()
+
+
+def gallery(page: Page, files: "Files", client: Client) -> None:
     page.locator("#entries li img").first.wait_for()
-    settle(page)
-    page.screenshot(path=target("gallery"))
-    page.get_by_role("tab", name="Service").click()
-    for _ in range(14):
-        client.embed([Path(files.one)] * 8)
-        page.wait_for_timeout(700)
-    settle(page)
-    page.screenshot(path=target("service"))
+
+
+def service(page: Page, files: "Files", client: Client) -> None:
+    for number in range(60):
+        client.embed([Path(files.one)] * (2 + abs(number % 12 - 6)))
+        page.wait_for_timeout(500)
+
+
+SHOW = {"search": search, "compare": compare, "gallery": gallery, "service": service}
 
 
 def settle(page: Page) -> None:

@@ -15,10 +15,11 @@ from itertools import islice
 from plsc.data.click_sets import write_click_set
 
 SETTINGS = {
-    "": {"epochs": 3, "batch_size": 256, "out": "runs/avazu"},
+    "": {"epochs": 5, "batch_size": 128, "out": "runs/avazu"},
     "data": {"shuffle": 100_000},
-    "model": {"factors": 4, "hidden": [32], "dropout": 0.2},
-    "table": {"rule": "adagrad", "lr": 0.02, "admit_after": 3},
+    "model": {"factors": 2, "hidden": [16], "dropout": 0.5},
+    "table": {"rule": "adagrad", "lr": 0.02, "admit_after": 2, "rule_args": {"weight_decay": 0.01}},
+    "dense": {"weight_decay": 1e-4},
 }
 
 

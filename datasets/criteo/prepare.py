@@ -17,8 +17,8 @@ from plsc.data.click_sets import log_bucket, write_click_set
 SETTINGS = {
     "": {"epochs": 3, "batch_size": 256, "out": "runs/criteo"},
     "data": {"shuffle": 100_000},
-    "model": {"factors": 4, "hidden": [32], "dropout": 0.2},
-    "table": {"rule": "adagrad", "lr": 0.02, "admit_after": 4},
+    "model": {"factors": 2, "hidden": [16], "dropout": 0.5},
+    "table": {"rule": "adagrad", "lr": 0.01, "admit_after": 4},
 }
 
 

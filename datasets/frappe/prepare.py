@@ -1,6 +1,6 @@
-"""Turns Frappe's libfm file(s) into a click log and a recipe.
+"""Turns libfm files of Frappe into a click log and a recipe.
 
-    python datasets/frappe/prepare.py frappe.train.libfm frappe.validation.libfm OUT
+    python datasets/frappe/prepare.py frappe.validation.libfm OUT
     plsc-ps train OUT/ctr.toml
 
 .gz files are read as they are. The ten fields stand in one order in every line: user, app, and the context.

@@ -54,8 +54,8 @@ def check_version(cupys: int, torchs: Sequence[int]) -> None:
     if theirs != tuple(torchs)[:3]:
         raise ValueError(
             f"CuPy has loaded NCCL {'.'.join(map(str, theirs))} but torch uses {'.'.join(map(str, torchs))}: two "
-            "libraries in one process; import torch before cupy, and uninstall the nvidia-nccl package torch did not ask "
-            "for"
+            "libraries in one process; import torch before cupy, and uninstall the nvidia-nccl package that torch did "
+            "not ask for"
         )
 
 
@@ -66,6 +66,30 @@ def open_handle(nccl: Any, store: dist.Store, rank: int, world_size: int) -> Any
         sent = made if isinstance(made, bytes) else bytes(byte & 255 for byte in made)
         store.set("unique_id", sent)  # type: ignore[arg-type]  # torch declares text, and takes bytes
     return nccl.NcclCommunicator(world_size, store.get("unique_id"), rank)
+
+
+def in_time(seconds: float, fn: Callable[[], T]) -> T:
+    """What fn gives, or a CommError after so many seconds: NCCL waits for the other ranks without an end."""
+    done: list[T] = []
+    wrong: list[Exception] = []
+
+    def run() -> None:
+        try:
+            done.append(fn())
+        except Exception as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=run, name="plsc nccl start", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise CommError(
+            f"NCCL did not connect the ranks within {seconds:g} s; see that all of them call connect('cupy_nccl') and "
+            "that their GPUs reach each other (NCCL_DEBUG=INFO tells more)"
+        )
+    if wrong:
+        raise CommError(f"NCCL could not connect the ranks: {wrong[0]}") from wrong[0]
+    return done[0]
 
 
 class Streams:
@@ -198,7 +222,12 @@ class CupyNcclCommunicator(Communicator):
         control = GlooCommunicator.connect(timeout=timeout, init_timeout=init_timeout)
         assert isinstance(control, TorchCommunicator)
         store = dist.PrefixStore("cupy_nccl", control._session.store)
-        handle = open_handle(nccl, store, control.rank, control.world_size)
+
+        def open_here() -> Any:
+            torch.cuda.set_device(device)  # of this thread, too
+            return open_handle(nccl, store, control.rank, control.world_size)
+
+        handle = in_time(init_timeout, open_here)
         session = Session(nccl, Streams(device), timeout=timeout, heartbeat=control._session.heartbeat)
         return cls(handle, session=session, control=control, device=device)
 

@@ -15,7 +15,9 @@ from plsc.data.relabel import Relabelled
 from plsc.data.samples import Samples
 from plsc.data.synthetic import Synthetic
 from plsc.data.tar import TarShards
+from plsc.data.text import Text, Vocabulary
 from plsc.data.transforms import AUGMENTS, Augment
+from plsc.data.vectors import WordVectors
 from plsc.data.verification import VerificationSet
 from plsc.data.workers import ReadingProcessDied
 
@@ -43,7 +45,10 @@ __all__ = [
     "Samples",
     "Synthetic",
     "TarShards",
+    "Text",
     "VerificationSet",
+    "Vocabulary",
+    "WordVectors",
     "batches",
     "convert",
     "make_pairs",

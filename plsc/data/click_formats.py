@@ -1,4 +1,4 @@
-"""How click logs are written: text in columns, LibSVM, multi-slot text, Parquet; from lines to arrays and hashed ids."""
+"""How click logs are written: columns of text, LibSVM, multi-slot text, Parquet; from lines to arrays of hashed ids."""
 
 import csv
 import gzip

@@ -68,7 +68,7 @@ def bucket(word: str, width: float) -> str:
 
 
 def log_bucket(word: str) -> str:
-    """A count as a token: small ones as they are, larger ones by the square of their logarithm, as is usual for Criteo."""
+    """A count as a token: small ones as they are, larger ones by the square of their logarithm (usual for Criteo)."""
     try:
         number = int(word)
     except ValueError:
@@ -81,6 +81,8 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\t", "\\t") + '"'
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return repr(value)

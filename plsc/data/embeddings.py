@@ -62,9 +62,15 @@ class Names(Sequence[str]):
 def read_embeddings(path: str | Path) -> EmbeddingFile:
     """Reads a file of embeddings or centres into memory."""
     found = open_embeddings(path)
-    whole = {name: np.array(getattr(found, name)) for name in ("embeddings", "labels", "ids", "norms")}
-    names = None if found.names is None else tuple(found.names)
-    return replace(found, **whole, names=names, scales=None if found.scales is None else np.array(found.scales))
+    return replace(
+        found,
+        embeddings=np.array(found.embeddings),
+        labels=np.array(found.labels),
+        ids=np.array(found.ids),
+        names=None if found.names is None else tuple(found.names),
+        norms=np.array(found.norms),
+        scales=None if found.scales is None else np.array(found.scales),
+    )
 
 
 def open_embeddings(path: str | Path) -> EmbeddingFile:

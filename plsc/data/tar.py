@@ -151,7 +151,7 @@ def _save_index(cache: str | os.PathLike[str], shards: list[str], index: Index) 
     draft = f"{os.fspath(cache)}.tmp-{os.getpid()}"
     try:
         with open(draft, "wb") as file:
-            np.savez(file, stamp=_stamp(shards), **index)
+            np.savez(file, allow_pickle=False, **{"stamp": _stamp(shards), **index})
         os.replace(draft, cache)
     except OSError as error:
         logger.warning("%s: cannot be written (%s), the next start reads every header again", cache, error)

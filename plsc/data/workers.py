@@ -22,7 +22,10 @@ from plsc.data.reading import Item, Read, Reader
 _WATCH_SECONDS = 5.0  # after which an idle process looks whether the one that started it still lives
 _END_SECONDS = 2.0  # that a process gets to finish what it reads
 
-_LIKELY: dict[int, str] = {signal.SIGKILL: "out of memory?", signal.SIGBUS: "a disk error, or a file cut short while it was read?"}
+_LIKELY: dict[int, str] = {
+    signal.SIGKILL: "out of memory?",
+    signal.SIGBUS: "a disk error, or a file cut short while it was read?",
+}
 
 Task = tuple[int, Item]  # (slot, batch)
 

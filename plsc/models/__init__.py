@@ -2,6 +2,7 @@
 
 from plsc.models.clicks import DCN, DeepFM, LogisticRegression, WideDeep
 from plsc.models.iresnet import IResNet, iresnet18, iresnet34, iresnet50, iresnet100, iresnet200
+from plsc.models.matching import SkipGram, TwoTower
 from plsc.models.mobilefacenet import MobileFaceNet, mobilefacenet
 from plsc.models.resnet import ResNet, resnet50
 from plsc.models.small import PlainNet, SmallConv, plainnet, smallconv
@@ -17,7 +18,9 @@ __all__ = [
     "MobileFaceNet",
     "PlainNet",
     "ResNet",
+    "SkipGram",
     "SmallConv",
+    "TwoTower",
     "ViT",
     "WideDeep",
     "build",

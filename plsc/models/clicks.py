@@ -143,12 +143,12 @@ CLICK_MODELS: dict[str, Any] = {
 }
 
 
-def perceptron(width: int, hidden: Sequence[int], dropout: float) -> nn.Sequential:
-    """ReLU layers down to one number."""
+def perceptron(width: int, hidden: Sequence[int], dropout: float, *, out: int = 1) -> nn.Sequential:
+    """ReLU layers, then a linear one to `out` numbers."""
     layers: list[nn.Module] = []
     for units in hidden:
         layers += [nn.Linear(width, units), nn.ReLU()]
         if dropout > 0:
             layers.append(nn.Dropout(dropout))
         width = units
-    return nn.Sequential(*layers, nn.Linear(width, 1))
+    return nn.Sequential(*layers, nn.Linear(width, out))

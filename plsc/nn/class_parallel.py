@@ -15,6 +15,7 @@ from plsc.ops.formats import WEIGHT_DTYPES, Rounding, is_wide, join, split
 from plsc.ops.lag import LIMIT as LAG_LIMIT
 from plsc.ops.lag import Lag
 from plsc.ops.optim import RowOptimizer
+from plsc.ops.packing import gather_batch
 from plsc.ops.sampling import BLOCK, mix
 from plsc.ops.sweep import Workspace
 
@@ -131,7 +132,7 @@ class ClassParallelModule(nn.Module):
 
     def bytes_per_class(self) -> float:
         """Bytes a class takes between steps: its row of the weight and of the row optimizer's state."""
-        kept = [self.weight, *self.row_state().values()]
+        kept = [self.weight, *self.row_state().values(), *([] if self.lag is None else [self.lag.touched])]
         return float(sum(math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in kept))
 
     def catch_up(self, rows: Tensor | None = None) -> None:
@@ -166,6 +167,11 @@ class ClassParallelModule(nn.Module):
             return None
         step = int(self.num_steps)
         return Rounding(self.seed, ~step if again else step, self.shard.start)
+
+    def _gather(self, *tensors: Tensor) -> list[Tensor]:
+        """All ranks' rows of these, in one collective; equal batches are checked where that is cheap."""
+        gathered, self._batch_size = gather_batch(tensors, self.comm, known=self._batch_size)
+        return gathered
 
     def row_state(self) -> dict[str, Tensor]:
         """State of `head_optimizer`, tensors whose rows are this rank's classes; "low" too of a split weight."""
@@ -263,13 +269,8 @@ def check_weight(weight: Tensor, weight_dtype: str) -> None:
         )
 
 
-def check_batch(
-    embeddings: Tensor, labels: Tensor, weight: Tensor, comm: Communicator, *, known_size: int | None
-) -> int:
-    """Shapes, dtypes and, on a CPU where this rank's batch is not of `known_size`, that of all ranks; returns it.
-
-    In a run of equal batches that is one comparison; a GPU takes none.
-    """
+def check_batch(embeddings: Tensor, labels: Tensor, weight: Tensor) -> None:
+    """Shapes and dtypes of this rank's part."""
     embedding_size = weight.shape[-1]
     if embeddings.dim() != 2 or embeddings.shape[1] != embedding_size:
         raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}, expected [batch, {embedding_size}]")
@@ -279,15 +280,6 @@ def check_batch(
         raise ValueError(f"labels are {labels.dtype}, expected torch.int64 class ids; convert them with .long()")
     if labels.shape != (len(embeddings),):
         raise ValueError(f"labels have shape {tuple(labels.shape)}, expected [{len(embeddings)}] as the embeddings")
-    if comm.world_size > 1 and comm.device.type == "cpu" and len(labels) != known_size:
-        sizes = comm.all_gather(torch.tensor([len(labels)])).wait().tolist()
-        if len(set(sizes)) > 1:
-            other = next(rank for rank, size in enumerate(sizes) if size != sizes[0])
-            raise ValueError(
-                f"batch sizes differ between ranks: rank 0 has {sizes[0]}, rank {other} has {sizes[other]}; "
-                "use drop_last or Fleet.loader"
-            )
-    return len(labels)
 
 
 def check_labels(labels: Tensor, num_classes: int, comm: Communicator) -> None:

@@ -12,7 +12,6 @@ from plsc.nn.margins import ArcFace, Margin
 from plsc.ops.cross_entropy import sharded_cross_entropy
 from plsc.ops.formats import is_wide
 from plsc.ops.optim import RowOptimizer
-from plsc.ops.packing import gather_packed
 from plsc.ops.sampling import sample_classes
 from plsc.ops.sweep import Problem, Scoring
 from plsc.ops.topk import class_topk, split_topk
@@ -81,12 +80,12 @@ class ClassParallelHead(ClassParallelModule):
 
     def _loss(self, embeddings: Tensor, labels: Tensor, reduction: str) -> Tensor:
         check_weight(self.weight, self.weight_dtype)
-        self._batch_size = check_batch(embeddings, labels, self.weight, self.comm, known_size=self._batch_size)
+        check_batch(embeddings, labels, self.weight)
         margin, dtype = self.margin, self.dtype
         training = self.training and torch.is_grad_enabled()
         unit, norms = normalize(embeddings.to(dtype))
         wire = unit.to(embeddings.dtype) if embeddings.dtype in (torch.float16, torch.bfloat16) else unit
-        x, y, all_norms = gather_packed([wire, labels, norms], self.comm)  # [N, D], [N], [N]
+        x, y, all_norms = self._gather(wire, labels, norms)  # [N, D], [N], [N]
         check_labels(y, self.num_classes, self.comm)
         rows, place = None, self._place(y)
         if training and self.sample_rate < 1.0:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from plsc.comm import Communicator, mark
 from plsc.nn.class_parallel import ClassParallelModule, check_batch, check_labels, check_weight, sample_factors
 from plsc.ops.cross_entropy import sharded_cross_entropy
-from plsc.ops.packing import gather_packed
 from plsc.ops.sweep import Problem, Scoring
 from plsc.ops.topk import class_topk
 
@@ -44,8 +43,8 @@ class ClassParallelLinear(ClassParallelModule):
 
     def _loss(self, embeddings: Tensor, labels: Tensor, reduction: str) -> Tensor:
         check_weight(self.weight, self.weight_dtype)
-        self._batch_size = check_batch(embeddings, labels, self.weight, self.comm, known_size=self._batch_size)
-        x, y = gather_packed([embeddings, labels], self.comm)  # [N, D], [N]
+        check_batch(embeddings, labels, self.weight)
+        x, y = self._gather(embeddings, labels)  # [N, D], [N]
         check_labels(y, self.num_classes, self.comm)
         if self.training and torch.is_grad_enabled():
             self.num_steps += 1

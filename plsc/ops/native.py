@@ -103,8 +103,9 @@ def exponentials(dots: Tensor, inverse: Tensor, *, place: Tensor, start: int, sh
 def leave_out(logits: Tensor, place: Tensor, start: int) -> None:
     """Puts -inf where a block [N, n] of logits meets the samples' own classes."""
     own = place - start
-    inside = ((own >= 0) & (own < logits.shape[1])).nonzero().squeeze(1)
-    logits[inside, own[inside]] = -torch.inf
+    inside = (own >= 0) & (own < logits.shape[1])
+    at = own.clamp(0, logits.shape[1] - 1)[:, None]  # no index is picked by a mask: that would stop the host on a GPU
+    logits.scatter_(1, at, torch.where(inside[:, None], -torch.inf, logits.gather(1, at)))
 
 
 def take_radial_out(grad: Tensor, rows: Tensor) -> None:

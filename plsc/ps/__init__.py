@@ -11,6 +11,7 @@ from plsc.ps.rules import FTRL, RULES, SGD, Adagrad, Adam, Momentum, PythonRule,
 from plsc.ps.serving import Served, export
 from plsc.ps.store import SharedStore, Store, WorkerMissing
 from plsc.ps.table import Table
+from plsc.ps.words import WordLoop
 
 if TYPE_CHECKING:
     from plsc.ps.link import Refused, ServerLost
@@ -47,6 +48,7 @@ __all__ = [
     "Store",
     "Sync",
     "Table",
+    "WordLoop",
     "WorkerMissing",
     "connect",
     "export",

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class _Pulled(torch.autograd.Function):
 class SparseEmbedding(nn.Module):
     """nn.EmbeddingBag over a table's keys: forward(ids, offsets, weights) as there, and without a vocabulary's size.
 
-    ids 1-D with offsets [B]: bags of any length -> [B, dim]. ids 2-D [B, L]: rows are bags -> [B, dim].
+    ids (int64, uint64) 1-D with offsets [B], or a list of B tensors: bags of any length -> [B, dim].
+    ids 2-D [B, L]: rows are bags -> [B, dim].
     ids 3-D [B, S, L]: S slots of L ids -> [B, S, dim]. pooling "none": any shape -> [*shape, dim].
     ids equal to padding_key count for nothing. weights: ids' shape, with pooling "sum" only.
 
@@ -71,7 +73,13 @@ class SparseEmbedding(nn.Module):
         table.assign(torch.arange(bag.num_embeddings), bag.weight.detach().float().cpu())
         return cls(table, pooling=bag.mode, padding_key=bag.padding_idx)
 
-    def forward(self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor | Sequence[Tensor], offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        if not isinstance(ids, Tensor):
+            ids, offsets = _joined(ids, offsets)
+        if ids.dtype == torch.uint64:
+            ids = ids.view(torch.int64)
         self._check(ids, offsets, weights)
         unique, at = torch.unique(ids, return_inverse=True)  # [K], ids' shape
         rows = self._rows(unique.cpu(), ids.device)  # [K, dim]
@@ -146,3 +154,11 @@ class SparseEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.table!r}, pooling={self.pooling!r}"
+
+
+def _joined(bags: Sequence[Tensor], offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Bags one after the other, and where each begins."""
+    if offsets is not None or not bags or any(bag.ndim != 1 for bag in bags):
+        raise ValueError("ids: got a list, expected one tensor in one dimension for each bag, and no offsets with it")
+    lengths = torch.tensor([0, *(len(bag) for bag in bags[:-1])], device=bags[0].device)
+    return torch.cat(list(bags)), lengths.cumsum(0)

@@ -61,6 +61,7 @@ class Geo(Communicator):
         # What the store holds, as far as this worker knows.
         self._base = Table(**birth, rule="sgd", lr=rate, locked=locked, stripes=stripes)
         self._fetching = threading.Lock()
+        self._fetched = np.empty(0, np.uint64)
 
     @property
     def rule(self) -> Rule | PythonRule:
@@ -92,7 +93,7 @@ class Geo(Communicator):
 
     def fetch(self, keys: np.ndarray) -> None:
         """Has rows of these keys in the copy."""
-        if self._base.contains(keys).all():
+        if np.array_equal(keys, self._fetched) or self._base.contains(keys).all():
             return
         with self._fetching:
             missing = np.unique(keys[~self._base.contains(keys)])
@@ -100,6 +101,7 @@ class Geo(Communicator):
                 rows = self.store.pull(missing)
                 self.local.assign(missing, rows)
                 self._base.assign(missing, rows)  # last: a row that is here is in the copy
+        self._fetched = keys.copy()  # a push mostly follows the pull of its keys, and rows never leave
 
     def push(self, keys: Array, grads: Array, *, shows: Array | None = None, clicks: Array | None = None) -> int:
         if shows is not None or clicks is not None:
@@ -115,7 +117,7 @@ class Geo(Communicator):
 
     def touch(self, keys: Array) -> None:
         """Counts as a push: the copy's rows of these keys have been trained, by whatever means."""
-        self._enqueue(Push(np.unique(as_keys(keys))))
+        self._enqueue(Push(as_keys(keys).copy()))
 
     def _deliver(self, pushes: list[Push]) -> None:
         """One exchange: what the copy has moved by since the last one, for what others have moved."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.ps.host import Client, Host
+from plsc.ps.host import Client, Closing, Host
 from plsc.ps.table import Table
 
 logger = logging.getLogger(__name__)
@@ -135,6 +135,7 @@ class State:
         self._place = {"index": index, "count": count}
         self._sync = sync
         self._saving = threading.Lock()
+        self._closed = False
         self._number = 0
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob(".partial-*"):
@@ -207,6 +208,8 @@ class State:
                 "not beginning with '.' or '-'"
             )
         with self._saving, ExitStack() as stack:
+            if self._closed:
+                raise Closing("the folder is closed")
             if self.log is not None:
                 for _, host in sorted(self.hosts.items()):
                     stack.enter_context(host.order)
@@ -254,10 +257,13 @@ class State:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def close(self) -> None:
-        if self.log is not None:
-            self.log.close()
-            self.log = None
-        os.close(self._lock)
+        """After a save that is under way; another server may then have the folder."""
+        with self._saving:
+            self._closed = True
+            if self.log is not None:
+                self.log.close()
+                self.log = None
+            os.close(self._lock)
 
 
 def _only_one(lock: int, folder: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from plsc.ps import wire as w
 from plsc.ps.arrays import Array, as_floats, as_keys, as_output, empty_like_kind
+from plsc.ps.discovery import SCHEME, lookup
 from plsc.ps.link import BROKEN, LONGEST_PAUSE, Access, Call, Link, Refused, ServerLost, sentence
 from plsc.ps.rules import RULES, PythonRule, Rule
 from plsc.ps.store import Changes, place
@@ -271,7 +272,7 @@ def connect(
 ) -> RemoteStore:
     """The table of this name on servers ("host:port,host:port", in any order), as a store; see docs/ps.md.
 
-    servers      default: PLSC_PS_SERVERS, as plsc-ps launch sets it
+    servers      or "tcpstore://host:port", where servers say where they are; default: PLSC_PS_SERVERS
     rank         this worker's number, for Sync (default: RANK, as torchrun sets it, else 0)
     run          refuses servers of another run (default: PLSC_PS_RUN, else "")
     wire         what values and gradients travel as: fp32 or fp16
@@ -283,6 +284,9 @@ def connect(
     servers = os.environ.get("PLSC_PS_SERVERS") if servers is None else servers
     if servers is None:
         raise ValueError("got no servers and no PLSC_PS_SERVERS in the environment; give connect('host:port,...')")
+    run = os.environ.get("PLSC_PS_RUN", "") if run is None else run
+    if isinstance(servers, str) and servers.startswith(SCHEME):
+        servers = lookup(servers.removeprefix(SCHEME), run=run, seconds=patience)
     addresses = servers.split(",") if isinstance(servers, str) else list(servers)
     addresses = [address.strip() for address in addresses]
     if wire not in w.WIRES:
@@ -302,7 +306,7 @@ def connect(
         raise ValueError("got a certificate without tls; give tls= the authority that signed the servers'")
     access = Access(
         table=table,
-        run=os.environ.get("PLSC_PS_RUN", "") if run is None else run,
+        run=run,
         client=uuid.uuid4().hex,
         rank=int(os.environ.get("RANK", "0")) if rank is None else rank,
         wire=wire,

@@ -25,6 +25,8 @@ from plsc.ps.table import Table
 
 logger = logging.getLogger(__name__)
 
+LOOK = 0.5  # seconds between two looks at whether to save
+LOG_BYTES = 4 << 30  # of a log after which a save is made unasked
 QUIET = 10.0  # seconds that close() waits for requests under way
 PULL_KEYS = 16_384  # keys whose rows go as one message: the table fills one while the last travels
 
@@ -36,7 +38,7 @@ class Server:
     host, port  where to listen; 0: any free port. Beyond this machine only with a token or client certificates
     index, count   which of the run's servers this is
     folder, durability, sync   see State; without a folder nothing is saved
-    save_every  seconds between saves; None: only when asked
+    save_every  seconds between saves; None: only when asked, and where the log has reached 4 GiB
     run         refuses workers of another run; "" takes all
     token       what workers must show. tls: files (certificate, key). client_ca: file of the authority that signs
                 workers' certificates; then each worker needs one
@@ -90,7 +92,7 @@ class Server:
         self.address = f"{f'[{host}]' if ':' in host else host}:{self.port}"
         self._page = None if metrics_port is None else serve_page(host, metrics_port, self.metrics)
         self.metrics_port = None if self._page is None else self._page.server_address[1]
-        if self.state is not None and save_every is not None:
+        if self.state is not None:
             threading.Thread(target=self._save_often, args=(save_every,), daemon=True).start()
 
     def __enter__(self) -> "Server":
@@ -133,11 +135,19 @@ class Server:
     def metrics(self) -> str:
         return page({name: (host.stats(), self.meters[name]) for name, host in self.hosts.items()})
 
-    def _save_often(self, seconds: float) -> None:
+    def _save_often(self, seconds: float | None) -> None:
+        """By the clock, and whenever the log has grown long: it is read at a restart, and fills the disk."""
         assert self.state is not None
-        while not self.closing.wait(seconds):
+        last = time.monotonic()
+        while not self.closing.wait(LOOK):
+            log, now = self.state.log, time.monotonic()
+            if (log is None or log.size < LOG_BYTES) and (seconds is None or now - last < seconds):
+                continue
+            last = now
             try:
                 self.state.save()
+            except Closing:
+                return
             except OSError:
                 logger.exception("could not save; training goes on, the last save stands")
 
@@ -183,13 +193,14 @@ class Server:
         """
         layout = w.LAYOUTS["fp32"]
         try:
+            schema = reader.schema  # has come when the worker can read what it is told
             if descriptor.command is None or len(descriptor.command) > 4096:
                 raise w.Malformed("the stream has no descriptor of a worker")
             asked = json.loads(descriptor.command)
             wire = asked["wire"] if isinstance(asked, dict) and asked.get("wire") in w.WIRES else "fp32"
             layout = w.LAYOUTS[wire]
-            if not reader.schema.equals(layout.schema):
-                raise w.Malformed(f"got schema {str(reader.schema)[:200]!r}, expected {str(layout.schema)!r}")
+            if not schema.equals(layout.schema):
+                raise w.Malformed(f"got schema {str(schema)[:200]!r}, expected {str(layout.schema)!r}")
             host, client, hello = self.greet(asked)
         except (ValueError, TypeError, RecursionError, w.pa.ArrowException, w.flight.FlightError) as error:
             writer.begin(layout.schema)

@@ -105,6 +105,7 @@ class Table:
             }
         )
         self._one_push = threading.Lock() if locked else None  # a PythonRule's push is several calls
+        self._bounded = max_rows is not None
         self._saving = threading.Lock()
         self._base: tuple[str, int, int] | None = None  # id, clock and erased rows of the last full save
 
@@ -194,6 +195,18 @@ class Table:
         out = np.empty(len(array), np.uint8)
         self._core.contains(array, out)
         return out.astype(bool)
+
+    def addresses(self, keys: Array) -> np.ndarray:
+        """Where the values of these rows lie, uint64 [K]: for native loops that train them in place, Hogwild.
+
+        Missing rows are made. A row stays where it is while the table lives and the key is not erased.
+        """
+        if self._config["dtype"] != "fp32" or self._bounded:
+            raise ValueError("addresses: got a table of halves or with max_rows, expected fp32 rows that stay")
+        array = as_keys(keys)
+        out = np.empty(len(array), np.uint64)
+        self._core.addresses(array, out)
+        return out
 
     def counters(self, keys: Array) -> np.ndarray:
         """Shows and clicks, float32 [K, 2]; zeros for keys without a row."""

@@ -23,7 +23,7 @@ class ApproximateIndex:
 
     @classmethod
     def build(cls, exact: Index, *, kind: str, seed: int = 0, probes: int = 32) -> ApproximateIndex:
-        """Learns from and holds the rows of an exact index [N, D]. probes: cells, or neighbours, that a query looks at."""
+        """Learns from and holds the rows of an exact index [N, D]. probes: cells or neighbours a query looks at."""
         if kind not in KINDS:
             raise ValueError(f"kind: got {kind!r}, expected one of {', '.join(KINDS)}")
         faiss = _faiss()
@@ -50,7 +50,7 @@ class ApproximateIndex:
         return int(self._index.ntotal)
 
     def search(self, queries: ArrayLike, k: int) -> tuple[Scores, Rows]:
-        """Scores [B, k] in falling order and rows [B, k]; -1 where it found fewer. Scores of "ivfpq" are of its codes."""
+        """Scores [B, k] in falling order and rows [B, k]; -1 where it found fewer. "ivfpq": scores of its codes."""
         scores, rows = self._index.search(check_queries(queries, self.dim), k)
         return np.asarray(scores, np.float32), np.asarray(rows, np.int64)
 

@@ -51,7 +51,7 @@ class Batcher:
         self._full = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plsc-model")
         self._worker = asyncio.create_task(self._work())
-        self._closing = False
+        self._closing = self._running = False
 
     @property
     def waiting(self) -> int:
@@ -81,7 +81,8 @@ class Batcher:
     async def close(self) -> None:
         """Answers what waits, then ends."""
         self._closing = True
-        while self._waiting:
+        self._full.set()  # nobody else will come
+        while self._waiting or self._running:
             await asyncio.sleep(0.005)
         self._worker.cancel()
         await asyncio.gather(self._worker, return_exceptions=True)
@@ -93,7 +94,7 @@ class Batcher:
             await self._arrived.wait()
             if len(self._waiting) < self._max_batch and not self._closing:
                 self._full.clear()
-                try:
+                try:  # closing wakes it too
                     async with asyncio.timeout(self._delay):
                         await self._full.wait()
                 except TimeoutError:
@@ -103,6 +104,7 @@ class Batcher:
                 continue
             if self._observe is not None:
                 self._observe(len(batch))
+            self._running = True
             try:
                 stacked = np.stack([item.pixels for item in batch])
                 rows, norms = await loop.run_in_executor(self._thread, self._run, stacked)
@@ -111,6 +113,8 @@ class Batcher:
                     if not item.answer.done():
                         item.answer.set_exception(error)
                 continue
+            finally:
+                self._running = False
             for item, row, norm in zip(batch, rows, norms, strict=True):
                 if not item.answer.done():
                     item.answer.set_result((row, norm))

@@ -117,7 +117,7 @@ class _Server(uvicorn.Server):
 
     async def _serve(self, sockets: Any = None) -> None:
         await super()._serve(sockets)
-        self._captured_signals.clear()  # they were obeyed: uvicorn would raise them again, and the exit status be theirs
+        self._captured_signals.clear()  # obeyed: uvicorn would raise them again, and the exit status be theirs
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)

@@ -17,12 +17,13 @@ from fastapi import HTTPException
 from numpy.typing import NDArray
 from PIL import Image
 
+from plsc.data.align import Detector
 from plsc.data.images import decode_image, read_pixels
 from plsc.serve.batching import Batcher, QueueFull
 from plsc.serve.bodies import Inputs, Limits, check_size
 from plsc.serve.bundle import Bundle
 from plsc.serve.counters import SECONDS, SIZES, Counter, Gauge, Histogram, Metric, process_metrics
-from plsc.serve.detect import Detector, largest_face
+from plsc.serve.detect import crop_face
 from plsc.serve.gallery import Entry, Gallery, NewEntry
 from plsc.serve.index import Searcher
 
@@ -192,7 +193,7 @@ class Service:
         about = self.bundle.manifest
         if self._detector is None:
             return decode_image(data, about.image_size, about.channels, name=name)
-        crop = largest_face(read_pixels(data, name=name)[0], self._detector, about.image_size, name=name)
+        crop = crop_face(read_pixels(data, name=name)[0], self._detector, about.image_size, name=name)
         return crop if about.channels == 3 else np.asarray(Image.fromarray(crop).convert("L"))[:, :, None]
 
     async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:

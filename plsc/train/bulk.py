@@ -28,7 +28,7 @@ from plsc.train.export import export_blocks, model_digest, unit_rows
 
 logger = logging.getLogger(__name__)
 
-PIECE_ROWS = 16_384
+PIECE_ROWS = 4_096
 
 Floats32 = NDArray[np.float32]
 Progress = Callable[[int, int], None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import sys
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 
 import plsc.comm.cupy_nccl as cupy_nccl
 from plsc.comm import BACKENDS, CommError, Communicator, Work, connect, run_ranks
-from plsc.comm.cupy_nccl import CupyNcclCommunicator, Session, check_version, open_handle
+from plsc.comm.cupy_nccl import CupyNcclCommunicator, Session, check_version, in_time, open_handle
 
 STREAM = 77  # the address of the stand-in's stream of verbs
 
@@ -277,7 +278,8 @@ def test_overdue_verb_aborts_everything() -> None:
         work = part.all_gather(torch.ones(2))
         session.look(session._pending[0].deadline + 1)
         assert ours.handle.ended == part.handle.ended == "aborted"
-        words = r"all_gather of float32 \(2,\) \(verb 0 of rank . among ranks \[0, 1\]\) failed. Cause: not finished within 60 s"
+        verb_0 = r"all_gather of float32 \(2,\) \(verb 0 of rank . among ranks \[0, 1\]\)"
+        words = verb_0 + r" failed\. Cause: not finished within 60 s"
         for verb in (work.wait, ours.barrier, lambda: ours.all_reduce(torch.ones(1)), lambda: ours.split([[0, 1]])):
             with pytest.raises(CommError, match=words):
                 verb()
@@ -309,7 +311,7 @@ def test_refused_verb_is_a_comm_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handle, "allGather", refuse)
 
     def ranks(comm: Communicator) -> None:
-        with pytest.raises(CommError, match="all_gather .* NCCL_ERROR_INVALID_USAGE"):
+        with pytest.raises(CommError, match=r"all_gather .* NCCL_ERROR_INVALID_USAGE"):
             stand_in(comm).all_gather(torch.ones(1))
 
     run_ranks(1, ranks)
@@ -341,6 +343,20 @@ def test_unique_id_travels_over_the_store(identity: Any) -> None:
     assert list(given.values()) == [expected] * 3
 
 
+def test_ranks_that_never_come_are_not_waited_for() -> None:
+    never = threading.Event()
+    with pytest.raises(CommError, match=r"did not connect the ranks within 0\.01 s"):
+        in_time(0.01, never.wait)
+    never.set()
+    with pytest.raises(CommError, match="could not connect the ranks: NCCL_ERROR_SYSTEM_ERROR"):
+        in_time(60.0, _refuse)
+    assert in_time(60.0, lambda: 7) == 7
+
+
+def _refuse() -> None:
+    raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
+
+
 def test_two_nccl_libraries_are_refused() -> None:
     check_version(22803, (2, 28, 3))
     with pytest.raises(ValueError, match=r"CuPy has loaded NCCL 2.32.3 but torch uses 2.28.9"):
@@ -355,7 +371,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
-    with pytest.raises(ValueError, match="needs CuPy .* pip install cupy-cuda13x"):
+    with pytest.raises(ValueError, match=r"needs CuPy .* pip install cupy-cuda13x"):
         cupy_nccl.load_nccl()
 
 

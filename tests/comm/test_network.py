@@ -1,4 +1,4 @@
-"""The smallest case of benchmarks/network.py on a real slow link: bytes as the formulas say, few where few are wanted."""
+"""The smallest case of benchmarks/network.py between network namespaces: bytes on the wire are as the formulas say."""
 
 import importlib.util
 import json

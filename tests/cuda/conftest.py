@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,9 @@ def load_shim() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def shim() -> ModuleType:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        pytest.skip(f"needs a C++ compiler; found no {compiler}")
     return load_shim()
 
 

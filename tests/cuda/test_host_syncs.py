@@ -25,6 +25,7 @@ ALLOWED = {
     # (file, function): why
     ("ops/cross_entropy.py", "_check_upstream"): ONCE + "; agrees on upstream gradients before the second sweep",
     ("ops/kernels.py", "sample_classes"): ONCE + ": how many classes were sampled",
+    ("ops/packing.py", "gather_batch"): CPU + ": on a GPU it is gather_packed",
     ("ops/sampling.py", "sample_classes"): ONCE + ": how many classes were sampled",
     ("ops/sampling.py", "_draw"): ONCE + "; the kernels of sample.cu wait once instead",
     ("ops/native.py", "leave_out"): "the twin's: plsc.ops.fused.exponentials leaves the own class out without a wait",

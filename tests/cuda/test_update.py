@@ -14,7 +14,7 @@ from plsc.ops import kernels, twins
 
 WEIGHTS = ("float", "bf16", "split")
 STATES = (None, torch.float32, torch.bfloat16, torch.int8)
-DIMS = (1, 3, 4, 127, 128, 129, 512)
+DIMS = (1, 3, 4, 127, 128, 129, 512, 513, 1100)  # a warp holds 512 at a time
 
 
 def make(weight: str, state: torch.dtype | None, dim: int, generator: torch.Generator) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from plsc.data import (
     parquet_pages,
     read_pairs,
     split,
+    tar,
     write_pairs,
 )
 from plsc.data.convert import Encoded, kind_of
@@ -262,6 +263,31 @@ def test_random_damage_to_tars_is_an_error_or_nothing(tmp_path: Path) -> None:
         except ValueError:
             continue
         assert all(found.encoded(i) is not None for i in range(len(found)))
+
+
+def test_the_index_of_tars_is_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    convert(ImageFolder(folder, image_size=8), tmp_path / "x.tar")
+    cache, scans = tmp_path / "index.npz", []
+    members = tar._members
+    monkeypatch.setattr(tar, "_members", lambda path: scans.append(path) or members(path))
+    first = TarShards(tmp_path / "x.tar", image_size=8, cache=cache)
+    again = TarShards(tmp_path / "x.tar", image_size=8, cache=cache)
+    assert len(scans) == 1 and content(again) == content(first)
+    assert [again.name(i) for i in range(12)] == [first.name(i) for i in range(12)] and again.num_classes == 3
+    assert content(pickle.loads(pickle.dumps(again))) == content(first)
+    with TarWriter(tmp_path / "y.tar") as writer:  # another archive under the old name
+        writer.write("a/b", ".jpg", 1, jpeg(0))
+    os.replace(tmp_path / "y.tar", tmp_path / "x.tar")
+    assert TarShards(tmp_path / "x.tar", image_size=8, cache=cache).labels.tolist() == [1] and len(scans) == 2
+    for broken in (b"", b"hello", cache.read_bytes()[:200], pickle.dumps({"stamp": 1})):
+        cache.write_bytes(broken)
+        assert TarShards(tmp_path / "x.tar", image_size=8, cache=cache).encoded(0) == jpeg(0)
+        assert TarShards(tmp_path / "x.tar", image_size=8, cache=cache).labels.tolist() == [1]  # made anew
+    assert len(scans) == 6
+    TarShards(tmp_path / "x.tar", image_size=8, cache=tmp_path / "gone" / "index.npz")
+    assert "the next start reads every header again" in caplog.text
 
 
 def test_a_tar_writer_leaves_nothing_after_an_error(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The loader: equal order on any number of ranks and workers, exact resume, named errors."""
 
 import faulthandler
+import gc
+import io
 import json
 import logging
 import multiprocessing
@@ -15,11 +17,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
-from plsc.data import Augment, ImageFolder, Loader, ReadingProcessDied, Synthetic, batches
+from plsc.data import Augment, ImageFolder, Loader, ReadingProcessDied, Synthetic, TarShards, batches
 from plsc.data.pipeline import Buffers
 from plsc.data.reading import Transform
+from plsc.data.tar import TarWriter
 
 N, B = 50, 12
 
@@ -245,9 +249,7 @@ def order_of(loader: Loader) -> list[list[int]]:
 
 def test_a_worker_that_ends_by_itself_is_named() -> None:
     loader = Loader(Mortal(lambda: os._exit(3)), B, workers=1)
-    with pytest.raises(
-        ReadingProcessDied, match=r"^reading process 0 of 1 .* ended by itself \(exit code 3\); a"
-    ):
+    with pytest.raises(ReadingProcessDied, match=r"^reading process 0 of 1 .* ended by itself \(exit code 3\); a"):
         list(loader.epochs(1))
 
 
@@ -292,9 +294,7 @@ def test_an_error_of_a_worker_says_where() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_sample_is_named(workers: int) -> None:
     loader = Loader(Numbers(broken=(17,)), B, workers=workers)
-    with pytest.raises(
-        ValueError, match=r"^sample 17 \(number-17.jpg\) cannot be read: OSError: disk on fire; mend"
-    ):
+    with pytest.raises(ValueError, match=r"^sample 17 \(number-17.jpg\) cannot be read: OSError: disk on fire; mend"):
         list(loader.epochs(1))
     with pytest.raises(ValueError, match=r"^sample 17 .* disk on fire; mend or remove it$"):
         list(batches(Numbers(broken=(17,)), B, workers=workers))
@@ -456,6 +456,31 @@ def test_memory_is_used_again_only_when_nobody_holds_it() -> None:
     assert place in {buffers.take((2, 3)).data_ptr()}
     kept = [buffers.take((2, 3)) for _ in range(5)]
     assert len({t.data_ptr() for t in kept}) == 5
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux to tell how much memory is held")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_memory_stays_over_epochs(tmp_path: Path, workers: int) -> None:
+    """Of this process and the workers: 10 epochs hold no more than 2, to a few pages."""
+    with TarWriter(tmp_path / "x.tar") as tar:
+        for k in range(600):
+            file = io.BytesIO()
+            Image.fromarray(np.full((32, 32, 3), k % 256, np.uint8)).save(file, "JPEG")
+            tar.write(f"a/{k}", ".jpg", k % 20, file.getvalue())
+
+    def held() -> int:
+        gc.collect()
+        pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
+        return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids) * os.sysconf("SC_PAGE_SIZE")
+
+    loader = Loader(TarShards(tmp_path / "x.tar", image_size=32), 64, transform=Augment(crop=2), workers=workers)
+    after = []
+    for epoch in range(1, 11):
+        for _ in loader.epochs(epoch):
+            pass
+        after.append(held())
+    loader.close()
+    assert after[-1] - after[1] < 4 * 2**20, after
 
 
 def test_kept_batches_do_not_change() -> None:

@@ -552,6 +552,27 @@ def test_unequal_batches_name_both_ranks() -> None:
     }
 
 
+def test_a_batch_that_changes_on_one_rank_only_is_an_error_on_all_and_no_end() -> None:
+    """Messages keep their size, so that the transport is not left with one that it did not expect."""
+
+    def run(comm: Communicator) -> list:
+        counting = Counting(comm)
+        head = nn.ClassParallelHead(DIM, CLASSES, comm=counting)
+        seen: list = []
+        for sizes in ([4, 4, 4], [4, 4, 3], [5, 5, 5], [5, 0, 5], [5, 5, 5]):
+            size = sizes[comm.rank]
+            counting.reset()
+            try:
+                head(torch.randn(size, DIM), torch.zeros(size, dtype=torch.int64))
+                seen.append(counting.calls["all_gather"])
+            except ValueError as error:
+                seen.append(str(error).split(";")[0].split(": ")[1])
+        return seen
+
+    expected = [2, "rank 0 has 4, rank 2 has 3", 2, "rank 0 has 5, rank 1 has 0", 1]
+    assert run_ranks(3, run) == [expected] * 3
+
+
 @pytest.mark.parametrize(
     "options",
     [{"sample_rate": 1.5}, {"sub_centers": 0}, {"filter_threshold": 2.0}, {"block": 0}, {"cache_mb": -1.0}],

@@ -252,7 +252,7 @@ def test_a_recipe_can_ask_for_it() -> None:
     kept = {"weight_dtype": "bf16", "state_dtype": "int8", "unsampled": "decayed", "sample_rate": 0.5}
     comm = run_ranks(1, lambda comm: comm)[0]
     head = build_head(Config(head=HeadConfig(fused=True, **kept)), 10, comm)
-    assert head.bytes_per_class() == 1540 and head.lag is not None
+    assert head.bytes_per_class() == 1540 + 4 and head.lag is not None
     for options, optim, message in (
         (kept, "sgd", "needs fused = true"),
         ({"fused": True, "state_dtype": "int8"}, "adamw", "is for optim.name 'sgd'"),

@@ -149,6 +149,48 @@ def test_bad_calls() -> None:
             call()
 
 
+def test_lists_of_bags_and_unsigned_keys() -> None:
+    layer = SparseEmbedding(Table(3, init_scale=1.0), pooling="mean")
+    bags = [torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64), torch.tensor([-1])]
+    expected = layer(torch.tensor([1, 2, -1]), torch.tensor([0, 2, 2]))
+    assert torch.equal(layer(bags), expected) and (expected[1] == 0).all()
+    unsigned = torch.tensor([1, 2, 2**64 - 1], dtype=torch.uint64)
+    assert torch.equal(layer(unsigned, torch.tensor([0, 2, 2])), expected)
+    for ids, offsets in ((bags, torch.tensor([0])), ([], None), ([torch.zeros(1, 1, dtype=torch.int64)], None)):
+        with pytest.raises(ValueError, match="got a list"):
+            layer(ids, offsets)
+
+
+def test_an_embedding_bag_is_swapped_in_one_line() -> None:
+    """A model that was written for nn.EmbeddingBag, its layer replaced, trains on as before."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(50, 4, mode="sum", sparse=True)
+            self.top = nn.Linear(4, 1)
+
+        def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return self.top(self.bag(ids, offsets)).squeeze(1)
+
+    torch.manual_seed(0)
+    plain = Model()
+    ours = copy.deepcopy(plain)
+    ours.bag = SparseEmbedding.from_bag(ours.bag, rule="adagrad", lr=0.1)
+    rows = torch.optim.Adagrad(plain.bag.parameters(), lr=0.1)
+    tops = [torch.optim.SGD(model.top.parameters(), lr=0.1) for model in (plain, ours)]
+    random = np.random.default_rng(0)
+    for _ in range(10):
+        ids, offsets = bags(random, 50)
+        losses = [model(ids, offsets).square().mean() for model in (plain, ours)]
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=1e-7)
+        for optimizer in (rows, *tops):
+            optimizer.zero_grad()
+        sum(losses).backward()
+        for optimizer in (rows, *tops):
+            optimizer.step()
+
+
 def test_slot_keys_keep_slots_apart() -> None:
     keys = slot_keys(torch.arange(-2, 998).reshape(-1, 1).expand(-1, 5).contiguous())
     assert keys.unique().numel() == 5000

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from plsc.ps import Adagrad, SparseEmbedding, Table
+from plsc.ps.discovery import publish
 from plsc.ps.geo import Geo
+from plsc.ps.launch import free_ports
 from plsc.ps.modes import Async, Communicator, Direct, HalfAsync, Sync
 from plsc.ps.remote import RemoteStore, connect
 from plsc.ps.server import Server
@@ -168,6 +170,22 @@ def test_an_embedding_trains_on_servers_as_on_a_table(cluster: Callable[..., Clu
     assert "dim=4" in repr(layers[1]) and layers[1].state_dict()
 
 
+def test_servers_are_found_through_a_tcp_store(cluster: Callable[..., Cluster]) -> None:
+    made = cluster(2)
+    (port,) = free_ports(1)
+    endpoint, held = f"127.0.0.1:{port}", []
+    for index, server in enumerate(made.servers):
+        held.append(publish(endpoint, run="night", index=index, count=2, address=server.address))
+    with connect(f"tcpstore://{endpoint}", table="clicks", run="night") as store:
+        assert store.pull(KEYS).shape == (len(KEYS), DIM)
+    again = publish(endpoint, run="day", index=0, count=2, address="127.0.0.1:1")  # the store is there already
+    with pytest.raises(ValueError, match=r"did not name all servers of run 'day' within 0\.3 s"):
+        connect(f"tcpstore://{endpoint}", table="clicks", run="day", patience=0.3)
+    with pytest.raises(ValueError, match="expected host:port of a TCPStore"):
+        connect("tcpstore://nowhere", table="clicks")
+    del again
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_sync_over_servers_equals_one_worker_with_all_batches(cluster: Callable[..., Cluster], workers: int) -> None:
     rounds, made = 8, cluster(2)
@@ -236,6 +254,41 @@ def test_nothing_is_lost_or_doubled_while_connections_break(cluster: Callable[..
         saboteur.join()
     assert sum(link.reconnects for store in stores for link in store._links) > 5
     np.testing.assert_allclose(made.connect().pull(KEYS) - before, sum(moved(each) for each in mine), atol=1e-4)
+
+
+def test_threads_share_a_store(cluster: Callable[..., Cluster]) -> None:
+    """Whoever waits first reads for all: every thread gets its own answers."""
+    made = cluster(2)
+    store = made.connect()
+    before = store.pull(KEYS)
+    mine = [batches(30, 200 + number) for number in range(6)]
+    constant = np.arange(10**6, 10**6 + 20_000, dtype=np.uint64)
+    rows = store.pull(constant)
+
+    def work(number: int) -> None:
+        for keys, grads in mine[number]:
+            if number % 2:
+                store.push(keys, grads)
+            else:
+                some = constant[number * 100 : number * 100 + int(keys[0] % 9000)]
+                np.testing.assert_array_equal(store.pull(some), rows[number * 100 : number * 100 + len(some)])
+
+    together(work, 6)
+    np.testing.assert_allclose(store.pull(KEYS) - before, sum(moved(each) for each in mine[1::2]), atol=1e-4)
+
+
+def test_a_long_log_is_ended_by_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plsc.ps.server.LOG_BYTES", 20_000)
+    monkeypatch.setattr("plsc.ps.server.LOOK", 0.01)
+    with (
+        Server({"clicks": table()}, folder=tmp_path, durability="log") as server,
+        connect(server.address, table="clicks") as store,
+    ):
+        number = 0
+        while server.state.newest() is None:
+            number += 1
+            store.push(*batches(1, number)[0])
+            assert number < 10_000
 
 
 def test_a_retried_push_is_applied_once(cluster: Callable[..., Cluster]) -> None:

@@ -123,12 +123,19 @@ def test_what_the_service_says_of_itself(client: TestClient, bundle: Bundle) -> 
     number = client.get("/healthz", headers={"x-request-id": "mine-1"}).headers["x-request-id"]
     assert number == "mine-1"
     assert client.get("/healthz", headers={"x-request-id": "a\tb"}).headers["x-request-id"] != "a\tb"
-    assert client.get("/openapi.json").json()["paths"].keys() >= {"/v1/embed", "/v1/search", "/v1/verify", "/v1/gallery"}
+    assert client.get("/openapi.json").json()["paths"].keys() >= {
+        "/v1/embed",
+        "/v1/search",
+        "/v1/verify",
+        "/v1/gallery",
+    }
 
 
 def test_the_page_brings_all_it_needs(client: TestClient) -> None:
     page = client.get("/")
-    assert "text/html" in page.headers["content-type"] and "default-src 'none'" in page.headers["content-security-policy"]
+    assert (
+        "text/html" in page.headers["content-type"] and "default-src 'none'" in page.headers["content-security-policy"]
+    )
     for path in ("/page/app.js", "/page/style.css"):
         assert path in page.text and client.get(path).status_code == 200
     everything = page.text + client.get("/page/app.js").text + client.get("/page/style.css").text
@@ -153,7 +160,18 @@ def files(*contents: bytes, field: str = "image") -> dict[str, Any]:
     return {"files": [(field, ("x", content)) for content in contents]}
 
 
+def raw(content: bytes | str, kind: str) -> dict[str, Any]:
+    return {"content": content, "headers": {"content-type": kind}}
+
+
+def rows(*embeddings: list[Any]) -> dict[str, Any]:
+    return {"json": {"embeddings": list(embeddings)}}
+
+
 GOOD = encode(draw(1))
+FORM, JSON = "multipart/form-data; boundary=b", "application/json"
+NAN = json.dumps({"embeddings": [[float("nan")] * DIM]})
+INFINITE = f'{{"embeddings": [[1e999{", 0" * (DIM - 1)}]]}}'
 BAD: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "not an image": ("/v1/embed", files(b"hello" * 100), 422, "image 0: broken or unknown"),
     "cut image": ("/v1/embed", files(GOOD, GOOD[: len(GOOD) // 2]), 422, "image 1: broken"),
@@ -161,35 +179,35 @@ BAD: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "bomb": ("/v1/embed", files(bomb(30_000, 30_000)), 422, "expected at most 1000000"),
     "small bomb": ("/v1/embed", files(bomb(2000, 2000)), 422, "got 2000 x 2000 pixels"),
     "zero bytes": ("/v1/embed", files(b""), 422, "got no bytes"),
-    "zero bytes, raw": ("/v1/embed", {"content": b"", "headers": {"content-type": "image/png"}}, 422, "got no bytes"),
+    "zero bytes, raw": ("/v1/embed", raw(b"", "image/png"), 422, "got no bytes"),
     "too large": ("/v1/embed", files(b"x" * 400_000), 413, "expected at most 300000"),
     "too many": ("/v1/embed", files(*[GOOD] * 5), 413, "expected at most 4"),
     "far too many": ("/v1/embed", files(*[GOOD] * 50), 422, "Too many files"),
-    "wrong content type": ("/v1/embed", {"content": b"x", "headers": {"content-type": "text/plain"}}, 415, "text/plain"),
+    "wrong content type": ("/v1/embed", raw(b"x", "text/plain"), 415, "text/plain"),
     "no content type": ("/v1/embed", {"content": GOOD}, 415, "got none"),
-    "json to embed": ("/v1/embed", {"json": {"embeddings": [unit(0)]}}, 415, "expected images"),
+    "json to embed": ("/v1/embed", rows(unit(0)), 415, "expected images"),
     "wrong field": ("/v1/embed", files(GOOD, field="picture"), 422, "'picture'"),
     "text field": ("/v1/embed", {"files": [("image", (None, "abc"))]}, 422, "text field 'image'"),
-    "no part": ("/v1/embed", {"content": b"--b--\r\n", "headers": {"content-type": "multipart/form-data; boundary=b"}}, 422, "got no image"),
-    "no boundary": ("/v1/embed", {"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 422, "boundary"),
-    "broken form": ("/v1/embed", {"content": b"garbage", "headers": {"content-type": "multipart/form-data; boundary=b"}}, 422, "form"),
-    "strange charset": ("/v1/embed", {"content": b"--b--", "headers": {"content-type": "multipart/form-data; boundary=b; charset=wat"}}, 422, "form"),
-    "nan": ("/v1/search", {"content": json.dumps({"embeddings": [[float("nan")] * DIM]}), "headers": {"content-type": "application/json"}}, 422, "nan"),
-    "infinite": ("/v1/search", {"content": f'{{"embeddings": [[1e999{", 0" * (DIM - 1)}]]}}', "headers": {"content-type": "application/json"}}, 422, "infinite"),
-    "too large for float32": ("/v1/search", {"json": {"embeddings": [[1e300] * DIM]}}, 422, "infinite in float32"),
-    "whole number of 400 digits": ("/v1/search", {"json": {"embeddings": [[10**400] * DIM]}}, 422, "embeddings"),
-    "wrong dimension": ("/v1/search", {"json": {"embeddings": [[1.0] * 3]}}, 422, "an embedding of 3 numbers"),
-    "ragged": ("/v1/search", {"json": {"embeddings": [unit(0), unit(0)[1:]]}}, 422, f"of {DIM - 1} numbers"),
-    "no rows": ("/v1/search", {"json": {"embeddings": []}}, 422, "no list of lists"),
-    "strings": ("/v1/search", {"json": {"embeddings": [["1"] * DIM]}}, 422, "something else than numbers"),
-    "booleans": ("/v1/search", {"json": {"embeddings": [[True] * DIM]}}, 422, "something else than numbers"),
-    "no direction": ("/v1/search", {"json": {"embeddings": [[0] * DIM]}}, 422, "no direction"),
+    "no part": ("/v1/embed", raw(b"--b--\r\n", FORM), 422, "got no image"),
+    "no boundary": ("/v1/embed", raw(b"x", "multipart/form-data"), 422, "boundary"),
+    "broken form": ("/v1/embed", raw(b"garbage", FORM), 422, "form"),
+    "strange charset": ("/v1/embed", raw(b"--b--", f"{FORM}; charset=wat"), 422, "form"),
+    "nan": ("/v1/search", raw(NAN, JSON), 422, "nan"),
+    "infinite": ("/v1/search", raw(INFINITE, JSON), 422, "infinite"),
+    "too large for float32": ("/v1/search", rows([1e300] * DIM), 422, "infinite in float32"),
+    "whole number of 400 digits": ("/v1/search", rows([10**400] * DIM), 422, "embeddings"),
+    "wrong dimension": ("/v1/search", rows([1.0] * 3), 422, "an embedding of 3 numbers"),
+    "ragged": ("/v1/search", rows(unit(0), unit(0)[1:]), 422, f"of {DIM - 1} numbers"),
+    "no rows": ("/v1/search", rows(), 422, "no list of lists"),
+    "strings": ("/v1/search", rows(["1"] * DIM), 422, "something else than numbers"),
+    "booleans": ("/v1/search", rows([True] * DIM), 422, "something else than numbers"),
+    "no direction": ("/v1/search", rows([0] * DIM), 422, "no direction"),
     "other json": ("/v1/search", {"json": [1, 2]}, 422, "expected"),
     "no embeddings": ("/v1/search", {"json": {"embedding": [unit(0)]}}, 422, "got no embeddings"),
-    "no json": ("/v1/search", {"content": b"{", "headers": {"content-type": "application/json"}}, 422, "expected"),
-    "not utf-8": ("/v1/search", {"content": b"\xff\xfe{", "headers": {"content-type": "application/json"}}, 422, "expected"),
-    "nested": ("/v1/search", {"content": b"[" * 60_000, "headers": {"content-type": "application/json"}}, 422, "deeply nested"),
-    "much json": ("/v1/search", {"content": b" " * 200_000, "headers": {"content-type": "application/json"}}, 413, "at most"),
+    "no json": ("/v1/search", raw(b"{", JSON), 422, "expected"),
+    "not utf-8": ("/v1/search", raw(b"\xff\xfe{", JSON), 422, "expected"),
+    "nested": ("/v1/search", raw(b"[" * 60_000, JSON), 422, "deeply nested"),
+    "much json": ("/v1/search", raw(b" " * 200_000, JSON), 413, "at most"),
     "k 0": ("/v1/search?k=0", files(GOOD), 422, "k: "),
     "k large": ("/v1/search?k=101", files(GOOD), 422, "k: "),
     "among": ("/v1/search?among=people", files(GOOD), 422, "among: "),
@@ -270,7 +288,9 @@ def test_a_token_guards_all_but_the_page(bundle: Bundle) -> None:
 def test_too_many_at_once_is_429(bundle: Bundle) -> None:
     """With no room for any image, or any request, the answer comes at once and says when to try again."""
     for settings in (Settings(queue=1), Settings(max_requests=0)):
-        with TestClient(create_app(lambda s=settings: Service(bundle, settings=s)), base_url="http://localhost") as client:
+        with TestClient(
+            create_app(lambda s=settings: Service(bundle, settings=s)), base_url="http://localhost"
+        ) as client:
             answer = client.post("/v1/embed", files=[picture(1), picture(2)])
             assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
 

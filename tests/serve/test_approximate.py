@@ -15,7 +15,10 @@ def clustered(count: int, dim: int, seed: int = 0) -> np.ndarray:
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("kind", "count", "least"), [("hnsw", 3000, 0.95), ("ivfpq", 10_000, 0.6)])
+@pytest.mark.parametrize(
+    ("kind", "count", "least"),
+    [("hnsw", 3000, 0.95), pytest.param("ivfpq", 10_000, 0.6, marks=pytest.mark.slow)],
+)
 def test_recall_is_what_it_measures(kind: str, count: int, least: float) -> None:
     rows = clustered(count, 32)
     exact = Index(rows)

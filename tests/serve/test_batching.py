@@ -67,7 +67,7 @@ def test_full_is_said_at_once() -> None:
             await batcher.embed(image(8))
 
     asyncio.run(body())
-    assert sorted(sum(network.calls, [])) == [1, 2, 3, 4, 5, 7]
+    assert sorted(i for call in network.calls for i in call) == [1, 2, 3, 4, 5, 7]
 
 
 def test_those_who_left_cost_nothing() -> None:
@@ -85,7 +85,22 @@ def test_those_who_left_cost_nothing() -> None:
         await batcher.close()
 
     asyncio.run(body())
-    assert sum(network.calls, []) == [1, 2, 4]
+    assert [i for call in network.calls for i in call] == [1, 2, 4]
+
+
+def test_closing_answers_what_waits_at_once() -> None:
+    network = Network()
+
+    async def body() -> None:
+        batcher = Batcher(network, max_batch=9, delay=3600)
+        asked = asyncio.create_task(batcher.embed(image(3)))
+        while not batcher.waiting:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        await batcher.close()
+        assert (await asked)[1].tolist() == [6]
+
+    asyncio.run(body())
 
 
 def test_an_error_is_told_to_its_batch_only() -> None:

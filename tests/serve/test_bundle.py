@@ -44,7 +44,7 @@ def test_embeddings_are_those_of_torch(bundle: Bundle, backbone: nn.Module) -> N
 
 @pytest.mark.skipif(importlib.util.find_spec("insightface") is None, reason="needs the insightface package")
 def test_insightface_takes_the_onnx(bundle_path: Path, backbone: nn.Module) -> None:
-    """Its own model zoo picks the recognition class, normalises as the model was trained, and finds torch's embedding."""
+    """Its own model zoo takes it for recognition, normalises as in training, and finds torch's embedding."""
     from insightface.model_zoo import get_model  # type: ignore[import-not-found]
 
     model = get_model(str(bundle_path / "model.onnx"), providers=["CPUExecutionProvider"])

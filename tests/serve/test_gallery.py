@@ -1,10 +1,11 @@
-"""The gallery keeps what it acknowledged: against a dict, cut at every byte, damaged, locked, killed, on a full disk."""
+"""The gallery keeps what it acknowledged: as a dict, cut at every byte, damaged, locked, killed, on a full disk."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_random_changes_as_a_dict_and_after_opening_again(tmp_path: Path, monkey
             gallery.close()
             gallery = opened(tmp_path / "g")
         assert content(gallery) == wanted and len(gallery) == len(wanted)
-    assert any(after < before for before, after in zip(sizes, sizes[1:], strict=False))  # written anew, smaller
+    assert any(after < before for before, after in pairwise(sizes))  # written anew, smaller
     scores, _, found = gallery.search(unit(3)[None], 5)
     best = sorted(wanted, key=lambda id: -float(np.frombuffer(wanted[id][1], np.float32) @ unit(3)))[:5]
     assert [entry.id for entry in found[0]] == best and scores.shape == (1, 5)

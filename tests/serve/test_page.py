@@ -1,4 +1,4 @@
-"""The page in a real browser: searching, comparing, the gallery, by mouse, by keyboard and by paste; nothing from afar."""
+"""The page in a real browser: search, compare, gallery, by mouse, keyboard and paste; nothing from afar."""
 
 import base64
 import os
@@ -42,7 +42,9 @@ def page(browser: Any, server: Running) -> Iterator[Any]:
     found, problems = context.new_page(), []
     found.on("pageerror", lambda error: problems.append(str(error)))
     found.on("console", lambda line: problems.append(line.text) if line.type == "error" else None)
-    found.on("request", lambda one: None if one.url.startswith((server.url, "data:", "blob:")) else problems.append(one.url))
+    found.on(
+        "request", lambda one: None if one.url.startswith((server.url, "data:", "blob:")) else problems.append(one.url)
+    )
     found.goto(server.url)
     found.get_by_text("30 classes").wait_for()
     yield found
@@ -103,7 +105,9 @@ def test_gallery_by_keyboard_alone(page: Any, server: Running) -> None:
     page.locator("#tab-search").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    assert page.locator("#gallery").is_visible() and page.locator("#tab-gallery").get_attribute("aria-selected") == "true"
+    assert (
+        page.locator("#gallery").is_visible() and page.locator("#tab-gallery").get_attribute("aria-selected") == "true"
+    )
     page.get_by_text("Nobody is in the gallery yet.").wait_for()
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
@@ -155,8 +159,9 @@ def test_throughput_is_shown(page: Any) -> None:
 
 
 def test_every_control_has_a_name(page: Any) -> None:
-    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, input, select, a")].filter((node) =>
-      !(node.textContent.trim() || node.getAttribute("aria-label") || node.closest("label"))).map((n) => n.outerHTML)""")
+    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, input, select, a")]
+      .filter((node) => !(node.textContent.trim() || node.getAttribute("aria-label") || node.closest("label")))
+      .map((node) => node.outerHTML)""")
     assert unnamed == []
 
 

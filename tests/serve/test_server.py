@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -78,9 +79,11 @@ def test_a_body_of_50_mb(server: Running) -> None:
 
 @slow
 def test_a_client_that_goes_away(server: Running) -> None:
-    """In the middle of the head, of the body, or before the answer: the service goes on, and says nothing of a failure."""
+    """In the middle of the head, of the body, or before the answer: the service goes on, and nothing failed in it."""
     body = encode(draw(5))
-    head = f"POST /v1/embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     for content in (b"POST /v1/em", head.encode() + body[:100], head.encode() + body):
         with socket.create_connection(("127.0.0.1", server.port)) as line:
             line.sendall(content)
@@ -101,15 +104,15 @@ def test_slow_clients_are_let_go(bundle_path: Path, monkeypatch: pytest.MonkeyPa
         f"sys.exit(c.serve([{str(bundle_path)!r}, '--port', '0', '--threads', '1']))"
     )
     popen = subprocess.Popen
-    monkeypatch.setattr(
-        "subprocess.Popen", lambda command, **given: popen([command[0], "-u", "-c", program], **given)
-    )
+    monkeypatch.setattr("subprocess.Popen", lambda command, **given: popen([command[0], "-u", "-c", program], **given))
     with Running(bundle_path) as running:
         dripping = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(20)]
         for line in dripping[:10]:
             line.sendall(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
         for line in dripping[10:]:
-            line.sendall(b"POST /v1/embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: 99\r\n\r\nx")
+            line.sendall(
+                b"POST /v1/embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: 99\r\n\r\nx"
+            )
         with Client(running.url) as client:
             assert client.search([encode(draw(5))], k=1)[0][0]["name"] == "Person 5"
         ended = threading.Event()
@@ -117,10 +120,8 @@ def test_slow_clients_are_let_go(bundle_path: Path, monkeypatch: pytest.MonkeyPa
         def drip() -> None:
             while not ended.wait(0.2):
                 for line in dripping[:10]:
-                    try:
+                    with suppress(OSError):
                         line.sendall(b"z")
-                    except OSError:
-                        pass
 
         thread = threading.Thread(target=drip)
         thread.start()
@@ -211,7 +212,7 @@ def test_tls_and_token(bundle_path: Path, tmp_path: Path) -> None:
 
 @slow
 def test_load_with_bad_requests_mixed_in(server: Running) -> None:
-    """Eight clients at once, a third of whose requests are bad: right answers, expected refusals, memory that settles."""
+    """Eight clients at once, a third of their requests bad: right answers, expected refusals, memory that settles."""
     images = [encode(draw(i)) for i in range(20)]
     problems: list[str] = []
 

@@ -36,6 +36,7 @@ BY_TYPE = {
     float | None: st.none() | REAL,
     tuple[float, float]: st.tuples(REAL, REAL),
     tuple[float, ...]: st.lists(REAL, max_size=4).map(tuple),
+    tuple[str, ...]: st.lists(TEXT, max_size=2).map(tuple),
     dict[str, typing.Any]: st.dictionaries(TEXT, VALUES, max_size=4),
 }
 CHOICES: dict[str, st.SearchStrategy] = {
@@ -56,6 +57,9 @@ CHOICES: dict[str, st.SearchStrategy] = {
     "compress_args": st.fixed_dictionaries({}, optional={"density": st.floats(0.01, 1), "masking": st.booleans()}),
     "local_sgd": st.just(0),
     "local_sgd_args": st.just({}),
+    "ps": st.just("async"),
+    "servers": st.lists(TEXT, max_size=2).map(tuple),
+    "ps_args": st.fixed_dictionaries({}, optional={"merge": st.integers(1, 9), "wire": st.just("fp16")}),
     "out": TEXT.filter(bool),
     "bucket_mb": st.floats(0.5, 100),
     "timeout": st.floats(0.5, 1e6),

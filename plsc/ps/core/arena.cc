@@ -92,13 +92,14 @@ char* Arena::slab() {
   if (regions_.empty() || used_ + slab_bytes_ > regions_.back().size) grow();
   char* const slab = regions_.back().data + used_;
   used_ += slab_bytes_;
+  bytes_.fetch_add(slab_bytes_, std::memory_order_relaxed);
   return slab;
 }
 
 void Arena::grow() {
   const size_t wanted = regions_.empty() ? kHuge : std::min(kLargestRegion, 2 * regions_.back().size);
   const size_t size = round_up(std::max(wanted, slab_bytes_), kHuge);
-  const size_t offset = bytes_.load(std::memory_order_relaxed);
+  const size_t offset = mapped_;
   regions_.reserve(regions_.size() + 1);
   char* data;
   if (file_ < 0) {
@@ -117,7 +118,7 @@ void Arena::grow() {
   }
   regions_.push_back({data, size});
   used_ = 0;
-  bytes_.store(offset + size, std::memory_order_relaxed);
+  mapped_ += size;
 }
 
 }  // namespace plsc

@@ -43,7 +43,7 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   char* slab();
-  size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
+  size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }  // of slabs handed out
   bool in_file() const { return file_ >= 0; }
 
  private:
@@ -57,7 +57,8 @@ class Arena {
   int file_ = -1;
   std::mutex mutex_;
   std::vector<Region> regions_;
-  size_t used_ = 0;  // of the last region
+  size_t used_ = 0;    // of the last region
+  size_t mapped_ = 0;  // of all regions; pages are taken from the system when they are first written to
   std::atomic<size_t> bytes_{0};
 };
 

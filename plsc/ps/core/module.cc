@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "skipgram_module.h"
 #include "table.h"
 
 namespace nb = nanobind;
@@ -86,6 +87,7 @@ plsc::TableOptions read_options(const nb::dict& o) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  bind_skipgram(m);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);
@@ -148,6 +150,12 @@ NB_MODULE(_core, m) {
              expect(out.size(), keys.size(), "out");
              const nb::gil_scoped_release release;
              t.contains(keys.data(), keys.size(), out.data());
+           })
+      .def("addresses",
+           [](Table& t, In<uint64_t> keys, Out<uint64_t> out) {
+             expect(out.size(), keys.size(), "out");
+             const nb::gil_scoped_release release;
+             t.addresses(keys.data(), keys.size(), out.data());
            })
       .def("erase",
            [](Table& t, In<uint64_t> keys) {

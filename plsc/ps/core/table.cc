@@ -74,6 +74,7 @@ struct Table::Scratch {
   std::vector<uint32_t> start, late;
   std::vector<char*> rows;
   std::vector<float> floats;
+  const char* seen = nullptr;  // of a batch that says when its rows were seen: four bytes a key, unaligned
 };
 
 Table::Scratch& Table::scratch() {
@@ -173,6 +174,7 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, s
   bool over = false;
   uint64_t born = 0, turned_away = 0;
   const uint32_t now = clock_.load(std::memory_order_relaxed);
+  const char* const seen = s.seen == nullptr ? nullptr : s.seen + 4 * visit.done;
   const auto group = [&](size_t k) {
     Stripe& stripe = *stripes_[k];
     const uint32_t begin = begin_of(k), end = s.start[k];
@@ -194,6 +196,7 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, s
         row = nullptr;
       } else {
         if (touch) slot->seen = now;
+        if (seen != nullptr) std::memcpy(&slot->seen, seen + 4 * s.items[j].at, 4);
         row = row_at(stripe, slot->row - 1);
       }
     }
@@ -359,14 +362,13 @@ void Table::add(const uint64_t* keys, size_t n, const float* deltas, float lr) {
 
 void Table::restore(const uint64_t* keys, size_t n, const char* seen, const char* rows) {
   const size_t stride = spec_.layout.stride;
+  struct Until {
+    Scratch& s;
+    ~Until() { s.seen = nullptr; }
+  } until{scratch()};
+  until.s.seen = seen;
   batch(keys, n, Missing::create, false, stride, rows, stride,
         [&](size_t i, char* row, float*) { std::memcpy(row, rows + stride * i, stride); });
-  for (size_t i = 0; i < n; ++i) {
-    const uint64_t hash = mix(keys[i]);
-    Stripe& stripe = stripe_of(hash);
-    const std::lock_guard<std::mutex> lock(stripe.mutex);
-    if (Slot* const slot = stripe.index.find(keys[i], hash)) std::memcpy(&slot->seen, seen + 4 * i, 4);
-  }
 }
 
 void Table::read_counters(const uint64_t* keys, size_t n, float* out) {
@@ -381,6 +383,11 @@ void Table::read_counters(const uint64_t* keys, size_t n, float* out) {
 
 void Table::contains(const uint64_t* keys, size_t n, uint8_t* out) {
   batch(keys, n, Missing::skip, false, 0, nullptr, 0, [&](size_t i, const char* row, float*) { out[i] = row != nullptr; });
+}
+
+void Table::addresses(const uint64_t* keys, size_t n, uint64_t* out) {
+  batch(keys, n, Missing::create, true, 0, nullptr, 0,
+        [&](size_t i, const char* row, float*) { out[i] = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(row)); });
 }
 
 }  // namespace plsc

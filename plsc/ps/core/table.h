@@ -120,6 +120,8 @@ class Table {
   // Show and click counts [n, 2]; zeros for missing keys.
   void read_counters(const uint64_t* keys, size_t n, float* out);
   void contains(const uint64_t* keys, size_t n, uint8_t* out);
+  // Where rows lie, for loops that train them in place; missing ones are made. Good until the row is erased.
+  void addresses(const uint64_t* keys, size_t n, uint64_t* out);
 
   uint64_t erase(const uint64_t* keys, size_t n);
   // Erases rows unseen for more than max_age ticks (negative: any age) or with show_weight * shows + click_weight *

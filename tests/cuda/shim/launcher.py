@@ -18,7 +18,7 @@ from plsc.ops.launching import KINDS, arguments, source_folder
 SHIM = Path(__file__).resolve().parent
 ORDERS = 6  # schedules of shim.h
 _FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC", "-pthread"]
-SANITIZE = ["-g", "-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 
 
 def sources() -> dict[str, str]:

@@ -1,0 +1,243 @@
+"""Skip-gram beside gensim: words a CPU-second of one thread, and word similarity with them.
+
+    python benchmarks/word2vec.py speed CORPUS [--words 1000000] [--repeats 3]
+    python benchmarks/word2vec.py quality CORPUS --similarity wordsim353.tsv [--epochs 3] [--seeds 1]
+    python benchmarks/word2vec.py geo CORPUS --similarity wordsim353.tsv [--workers 4] [--every 8 32] [--epochs 3]
+
+CORPUS: plain text, paragraphs as sentences, runs of letters in lower case; .gz and .dz too. gensim (pip install gensim)
+gets the same sentences, as lists of words. All: dim 100, window 5, 5 negatives, sample 1e-3, min_count 5.
+
+speed    the first so many words, one thread each, one after the other, repeated; words of the vocabulary, with those
+         that sub-sampling drops, a processor-second. gensim's words are made into numbers by its own worker, which is
+         what it does; ours are numbers in a file already, and what it took to make them is shown.
+quality  the same number of epochs over all of CORPUS, one thread, Spearman's rank correlation beside each.
+geo      workers as threads with a copy each, in this process, one server: Spearman against one worker's, and how many
+         rows travel. No network: what this shows is what the mode costs in quality.
+"""
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.data.text import Encoded, Text, Vocabulary
+from plsc.data.vectors import WordVectors
+from plsc.ps import Geo, Host, Seat, Table, WordLoop
+from plsc.train.word_metrics import similarity
+
+DIM, WINDOW, NEGATIVES, SAMPLE, MIN_COUNT, LR, LEAST_LR = 100, 5, 5, 1e-3, 5, 0.025, 1e-4
+
+
+class Corpus:
+    """A text as numbers, and as gensim reads it."""
+
+    def __init__(self, path: str, folder: str, words: int = 0) -> None:
+        start = time.process_time()
+        text = Text(path, sentence="paragraph")
+        self.vocabulary = Vocabulary(text.count(), min_count=MIN_COUNT)
+        self.counted = time.process_time() - start
+        self.text: Encoded = text.encode(self.vocabulary, Path(folder) / "text")
+        self.encoded = time.process_time() - start - self.counted
+        starts = self.text.starts
+        self.sentences = len(starts) - 1 if not words else int(np.searchsorted(starts, words))
+        self.words = int(starts[self.sentences])
+        print(
+            f"{self.words} words, {self.sentences} sentences, vocabulary {len(self.vocabulary)}; "
+            f"CPU-seconds for all of it: counted {self.counted:.1f}, made numbers {self.encoded:.1f}"
+        )
+
+    def batches(self, rank: int = 0, workers: int = 1) -> Iterator[Any]:
+        for batch in self.text.batches(rank=rank, world_size=workers):
+            if batch.first + len(batch.starts) - 1 > self.sentences:
+                return
+            yield batch
+
+    def __iter__(self) -> Iterator[list[str]]:
+        words, starts = self.vocabulary.words, self.text.starts
+        for s in range(self.sentences):
+            yield [words[i] for i in self.text.tokens[starts[s] : starts[s + 1]]]
+
+
+def new_tables(seed: int, **options: Any) -> list[Table]:
+    return [
+        Table(DIM, rule="sgd", lr=1.0, init=init, init_scale=0.5 / DIM, seed=seed, **options)
+        for init in ("uniform", "zeros")
+    ]
+
+
+def new_loop(corpus: Corpus, stores: Any, *, shared: bool, seed: int) -> WordLoop:
+    keep, weights = corpus.vocabulary.keep(SAMPLE), corpus.vocabulary.counts**0.75
+    options: dict[str, Any] = {"window": WINDOW, "negatives": NEGATIVES, "shared": shared, "seed": seed}
+    return WordLoop(*stores, keep=keep, weights=weights, **options)
+
+
+def train_ours(corpus: Corpus, loop: WordLoop, epochs: int, *, rank: int = 0, workers: int = 1) -> int:
+    """Words trained."""
+    words = 0
+    for epoch in range(epochs):
+        for batch in corpus.batches(rank, workers):
+            done = (epoch + batch.first / corpus.sentences) / epochs
+            lr = max(LEAST_LR, LR - (LR - LEAST_LR) * done)
+            loop.train(batch.tokens, batch.starts, first=batch.first, epoch=epoch, lr=lr)
+            words += len(batch.tokens)
+    return words
+
+
+def gensim_model(corpus: Corpus, sentences: list[list[str]], seed: int) -> Any:
+    try:
+        from gensim.models import Word2Vec
+    except ImportError:
+        raise SystemExit("the peer is missing: pip install gensim") from None
+    model = Word2Vec(
+        vector_size=DIM,
+        window=WINDOW,
+        negative=NEGATIVES,
+        sample=SAMPLE,
+        min_count=1,
+        sg=1,
+        workers=1,
+        seed=seed,
+        alpha=LR,
+        min_alpha=LEAST_LR,
+    )
+    counts = dict(zip(corpus.vocabulary.words, corpus.vocabulary.counts.tolist(), strict=True))
+    model.build_vocab_from_freq(counts, corpus_count=len(sentences))
+    return model
+
+
+def train_gensim(model: Any, sentences: list[list[str]], epochs: int) -> None:
+    model.train(sentences, total_examples=len(sentences), epochs=epochs)
+
+
+def speed(corpus: Corpus, repeats: int) -> None:
+    """Contenders take turns; the first turn warms up and is not counted."""
+    sentences = list(corpus)
+    rates: dict[str, list[float]] = {"gensim": [], "like for like": [], "shared": []}
+    for turn in range(repeats + 1):
+        for name, each in rates.items():
+            if name == "gensim":
+                model = gensim_model(corpus, sentences, turn)
+                start, words = time.process_time(), corpus.words
+                train_gensim(model, sentences, 1)
+            else:
+                loop = new_loop(corpus, new_tables(turn), shared=name == "shared", seed=turn)
+                start = time.process_time()
+                words = train_ours(corpus, loop, 1)
+            if turn:
+                each.append(words / (time.process_time() - start))
+    print("\n| one thread | words a CPU-second: median | range | to gensim |\n|---|---|---|---|")
+    for name, each in rates.items():
+        ratio = statistics.median(x / g for x, g in zip(each, rates["gensim"], strict=True))
+        print(f"| {name} | {statistics.median(each):,.0f} | {min(each):,.0f}-{max(each):,.0f} | {ratio:.2f} |")
+
+
+def quality(corpus: Corpus, path: str, epochs: int, seeds: int, who: list[str]) -> None:
+    sentences = list(corpus) if "gensim" in who else []
+    print("\n| one thread | spearman of each seed | mean | words a CPU-second |\n|---|---|---|---|")
+    for name in who:
+        found, rates = [], []
+        for seed in range(seeds):
+            if name == "gensim":
+                model = gensim_model(corpus, sentences, seed + 1)
+                start = time.process_time()
+                train_gensim(model, sentences, epochs)
+                vectors = WordVectors(model.wv.index_to_key, model.wv.vectors)
+            else:
+                tables = new_tables(seed)
+                loop = new_loop(corpus, tables, shared=name == "shared", seed=seed)
+                start = time.process_time()
+                train_ours(corpus, loop, epochs)
+                vectors = vectors_of(corpus, tables[0])
+            rates.append(epochs * corpus.words / (time.process_time() - start))
+            found.append(similarity(vectors, path)["spearman"])
+        each = ", ".join(f"{x:.3f}" for x in found)
+        print(f"| {name} | {each} | {np.mean(found):.3f} | {statistics.median(rates):,.0f} |", flush=True)
+
+
+def vectors_of(corpus: Corpus, table: Table) -> WordVectors:
+    keys = np.arange(len(corpus.vocabulary), dtype=np.uint64)
+    return WordVectors(corpus.vocabulary.words, table.pull(keys, create=False))
+
+
+def geo(corpus: Corpus, path: str, workers: int, everies: list[int], epochs: int, weights: list[float]) -> None:
+    print("\n| workers | exchange every | weight | spearman | rows sent a word |\n|---|---|---|---|---|")
+    tables = new_tables(0)
+    train_ours(corpus, new_loop(corpus, tables, shared=True, seed=0), epochs)
+    print(f"| 1, no mode | | | {similarity(vectors_of(corpus, tables[0]), path)['spearman']:.3f} | |", flush=True)
+    for every in everies:
+        for weight in weights:
+            hosts = [Host(table) for table in new_tables(0, locked=True)]
+            seats = [[Seat(host, rank=rank) for host in hosts] for rank in range(workers)]
+            sent = [0]
+
+            def work(
+                rank: int,
+                seats: list[list[Seat]] = seats,
+                sent: list[int] = sent,
+                options: dict[str, Any] = {"every": every, "weight": weight or None, "workers": workers},  # noqa: B006
+            ) -> None:
+                stores = [Geo(_Counted(seat, sent), **options) for seat in seats[rank]]
+                train_ours(corpus, new_loop(corpus, stores, shared=True, seed=0), epochs, rank=rank, workers=workers)
+                for store in stores:
+                    store.close()
+
+            threads = [threading.Thread(target=work, args=(rank,)) for rank in range(workers)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            found = similarity(vectors_of(corpus, hosts[0].table), path)["spearman"]
+            a_word = sent[0] / (epochs * corpus.words)
+            print(f"| {workers} | {every} x 10,000 words | {weight or 1 / workers} | {found:.3f} | {a_word:.3f} |", flush=True)
+
+
+class _Counted:
+    """A seat that counts the rows of its exchanges, both ways."""
+
+    def __init__(self, seat: Seat, sent: list[int]) -> None:
+        self._seat, self._sent = seat, sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._seat, name)
+
+    def exchange(self, keys: np.ndarray, deltas: np.ndarray) -> Any:
+        changes = self._seat.exchange(keys, deltas)
+        self._sent[0] += len(keys) + len(changes.keys)
+        return changes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("speed", "quality", "geo"))
+    parser.add_argument("corpus")
+    parser.add_argument("--words", type=int, default=0, help="of the corpus; 0: all (speed: 1,000,000)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--similarity", default="")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--who", nargs="+", default=["gensim", "like for like", "shared"])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--every", type=int, nargs="+", default=[8])
+    parser.add_argument("--weight", type=float, nargs="+", default=[0.0], help="of a difference; 0: 1 / workers")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        words = args.words or (1_000_000 if args.what == "speed" else 0)
+        corpus = Corpus(args.corpus, folder, words)
+        if args.what == "speed":
+            speed(corpus, args.repeats)
+        elif not args.similarity:
+            parser.error("--similarity is missing: a file of `word word score` lines")
+        elif args.what == "quality":
+            quality(corpus, args.similarity, args.epochs, args.seeds, args.who)
+        else:
+            geo(corpus, args.similarity, args.workers, args.every, args.epochs, args.weight)
+
+
+if __name__ == "__main__":
+    main()

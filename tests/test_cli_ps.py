@@ -1,0 +1,112 @@
+"""The commands of a parameter server: what they print, what they make of settings, what they refuse."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plsc.cli import ps
+from plsc.ps import Adagrad, Server, Table, connect
+from plsc.ps.settings import read_settings
+
+SETTINGS = """
+[server]
+port = 7000
+folder = "state"
+durability = "log"
+save_every = 600
+token_file = "secret"
+tls_certificate = "cert.pem"
+tls_key = "key.pem"
+[tables.clicks]
+dim = 16
+rule = "adagrad"
+rule_args = { initial = 0.1 }
+lr = 0.25
+stripes = 8
+admit_after = 3
+[tables.users]
+dim = 4
+locked = false
+"""
+
+
+def test_settings_become_tables_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tables.toml").write_text(SETTINGS)
+    (tmp_path / "secret").write_text("0123456789abcdef\n")
+    tables, options = read_settings(tmp_path / "tables.toml", {"port": 7001, "index": 1, "count": 2, "run": None})
+    assert list(tables) == ["clicks", "users"]
+    assert tables["clicks"].rule == Adagrad(initial=0.1) and tables["clicks"].lr == 0.25 and tables["users"].dim == 4
+    assert options == {
+        "port": 7001,
+        "index": 1,
+        "count": 2,
+        "folder": str(tmp_path / "state"),
+        "durability": "log",
+        "save_every": 600,
+        "token": "0123456789abcdef",
+        "tls": (str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")),
+        "load_options": {"clicks": {"locked": True, "stripes": 8, "admit_after": 3}, "users": {"locked": False}},
+    }
+    monkeypatch.setenv("PLSC_PS_TOKEN", "from-the-environment")
+    (tmp_path / "tables.toml").write_text("[tables.a]\ndim = 1\n")
+    assert read_settings(tmp_path / "tables.toml", {})[1]["token"] == "from-the-environment"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[server", "is not TOML"),
+        ("", "names no table"),
+        ("[tables]\n", "names no table"),
+        ("[servers]\n[tables.a]\ndim = 1", "unknown servers; expected server, tables"),
+        ("[server]\nprt = 1\n[tables.a]\ndim = 1", "unknown prt; expected host, port"),
+        ("[server]\nport = 'x'\n[tables.a]\ndim = 1", "port is 'x', expected int"),
+        ("[server]\nsync = 1\n[tables.a]\ndim = 1", "sync is 1, expected bool"),
+        ("[server]\ntls_key = 'k'\n[tables.a]\ndim = 1", "tls_certificate and tls_key go together"),
+        ("[tables]\na = 3", "is 3, expected a table of options"),
+        ("[tables.a]\nsize = 3", "unknown size; expected dim"),
+        ("[tables.a]\nlr = 0.1", "dim"),
+        ("[tables.a]\ndim = 0", "dim: got 0"),
+        ("[tables.a]\ndim = 1\nrule = 'adam9'", "rule is 'adam9', expected one of"),
+        ("[tables.a]\ndim = 1\nrule = 'sgd'\nrule_args = {eps = 1}", "unknown eps"),
+        ("[tables.'../a']\ndim = 1", "expected letters, digits"),
+    ],
+)
+def test_settings_that_are_wrong(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tables.toml").write_text(text)
+    assert ps(["serve", str(tmp_path / "tables.toml")]) == 2
+    said = capsys.readouterr().err
+    assert why in said and "tables.toml" in said and "Traceback" not in said
+
+
+def test_stat_save_and_reshard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = np.arange(50, dtype=np.uint64)
+    with Server({"clicks": Table(3, locked=True)}, folder=tmp_path / "old") as server:
+        with connect(server.address, table="clicks") as store:
+            store.push(keys, np.ones((50, 3), np.float32))
+            rows = store.pull(keys)
+        assert ps(["stat", server.address, "--once"]) == 0
+        line = capsys.readouterr().out.splitlines()[1].split()
+        assert line[:3] == [server.address, "clicks", "50"]
+        assert ps(["save", server.address, "monday"]) == 0
+        assert capsys.readouterr().out == f"{server.address}: 50 rows in {tmp_path / 'old' / 'monday'}\n"
+        assert ps(["save", server.address, "../monday"]) == 2
+        assert "name of a save" in capsys.readouterr().err
+    new = [str(tmp_path / f"new{i}") for i in range(2)]
+    assert ps(["reshard", "--saves", str(tmp_path / "old" / "monday"), "--folders", *new]) == 0
+    assert capsys.readouterr().out == "50 rows from 1 to 2 servers\n"
+    servers = [Server({"clicks": Table(3)}, index=i, count=2, folder=new[i]) for i in range(2)]
+    with connect(",".join(each.address for each in servers), table="clicks") as store:
+        np.testing.assert_array_equal(store.pull(keys, create=False), rows)
+    for each in servers:
+        each.close()
+
+
+def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ps(["launch", "--servers", "2"]) == 2
+    assert "got no script" in capsys.readouterr().err
+    assert ps(["serve"]) == 2
+    assert ps(["stat", "127.0.0.1:1", "--once"]) == 1
+    assert "was not reached" in capsys.readouterr().err
+    assert ps(["serve", "--help"]) == 0

@@ -107,11 +107,21 @@ class ClassParallelModule(nn.Module):
         Args:
             embeddings: [B, D] floats, B the same on all ranks; labels: [B] int64 in [0, C), or -1 to ignore a sample.
         """
+        self._check_first()
         with torch.autocast(embeddings.device.type, enabled=False):  # cosines and logits are never rounded to half
             return self._loss(embeddings, labels, "sum")
 
+    def _check_first(self) -> None:
+        """A forward pass that a backward pass repeats would sample other classes and count another step."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "the head runs again inside a backward pass, as under torch.utils.checkpoint; leave it outside: it keeps no "
+                "[batch, classes] to save, and computes its blocks anew by itself (cache_mb)"
+            )
+
     def losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Loss of each of this rank's samples [B], 0 where ignored; for weights a sample or other reductions."""
+        self._check_first()
         with torch.autocast(embeddings.device.type, enabled=False):
             return self._loss(embeddings, labels, "none")
 

@@ -94,10 +94,17 @@ def exponentials(dots: Tensor, inverse: Tensor, *, place: Tensor, start: int, sh
         where = (dots.data_ptr(), num, width, dots.stride(0), inverse.data_ptr(), place.data_ptr())
         _native.exponentials(*where, start, shift, total.data_ptr(), torch.get_num_threads())
         return dots
+    if dots.is_cuda and _on_gpu().exponentials(dots, inverse, place=place, start=start, shift=shift, total=total):
+        return dots
     dots.mul_(inverse).sub_(shift)
     leave_out(dots, place, start)
     total += dots.exp_().sum(1)
     return dots.mul_(inverse)
+
+
+def _on_gpu() -> ModuleType:
+    """The same steps for tensors on a GPU; looks for CuPy when it is first asked."""
+    return importlib.import_module("plsc.ops.fused")
 
 
 def leave_out(logits: Tensor, place: Tensor, start: int) -> None:
@@ -123,6 +130,8 @@ def step(weight: Tensor, rows: Chosen, grad: Tensor, *, normalize: bool, options
 
     options: what RowOptimizer.kernel_options gives; None: no step, the gradient is all that is wanted.
     """
+    if weight.is_cuda:
+        return bool(_on_gpu().step(weight, rows, grad, normalize=normalize, options=options))
     options = {} if options is None else options
     low, momentum = options.get("low"), options.get("momentum_data")
     scale, second, steps = (options.get(name) for name in ("momentum_scale", "second", "steps"))

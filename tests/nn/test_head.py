@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import plsc.nn as nn
 from plsc.comm import Communicator, Counting, Shard, run_ranks
@@ -681,3 +682,15 @@ def test_second_derivatives_are_refused() -> None:
     for loss in (head(x, torch.arange(4)), head.losses(x, torch.arange(4)).sum()):
         with pytest.raises(RuntimeError, match="gradients of gradients"):
             torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_forward_pass_repeated_by_a_backward_pass_is_refused() -> None:
+    """Under activation checkpointing the second pass would sample other classes and count a step more."""
+    head, x = nn.ClassParallelHead(8, 30, sample_rate=0.5), torch.randn(4, 8, requires_grad=True)
+    labels = torch.arange(4)
+    for reentrant in (True, False):
+        with pytest.raises(RuntimeError, match="leave it outside"):
+            checkpoint(head, x, labels, use_reentrant=reentrant).backward()
+    loss = head(checkpoint(torch.nn.functional.relu, x, use_reentrant=False), labels)
+    loss.backward()
+    assert x.grad is not None

@@ -194,7 +194,10 @@ def geo(corpus: Corpus, path: str, workers: int, everies: list[int], epochs: int
                 thread.join()
             found = similarity(vectors_of(corpus, hosts[0].table), path)["spearman"]
             a_word = sent[0] / (epochs * corpus.words)
-            print(f"| {workers} | {every} x 10,000 words | {weight or 1 / workers} | {found:.3f} | {a_word:.3f} |", flush=True)
+            print(
+                f"| {workers} | {every} x 10,000 words | {weight or 1 / workers} | {found:.3f} | {a_word:.3f} |",
+                flush=True,
+            )
 
 
 class _Counted:

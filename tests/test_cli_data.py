@@ -206,9 +206,7 @@ def test_flags_of_balance_and_cache_reach_the_loader(
     assert "got per_class=3 with 8 samples a rank in a batch, expected a divisor" in capsys.readouterr().err
 
 
-def test_several_verification_sets_in_one_run(
-    faces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_verification_sets_in_one_run(faces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sets = {}
     for name, order in (("easy", range(40)), ("other", range(39, -1, -1))):
         images = [(faces / f"P{k // 5}/P{k // 5}_{k % 5 + 1:04d}.jpg").read_bytes() for k in order]

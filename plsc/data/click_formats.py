@@ -1,13 +1,11 @@
-"""How click logs are written: columns of text, LibSVM, multi-slot text, Parquet; from lines to arrays of hashed ids."""
+"""How click logs are written: columns of text, LibSVM, multi-slot text; from lines to arrays of hashed ids."""
 
 import csv
 import gzip
 import hashlib
 import importlib
-import io
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -243,7 +241,7 @@ class Columns:
             )
         except (ValueError, KeyError):  # pyarrow's errors are of these kinds
             return None
-        words, at = _dictionary(table.column(f"f{self.label}"))
+        words, at = dictionary(table.column(f"f{self.label}"))
         labels = [word.strip() for word in words]
         dense = np.empty((len(table), self.num_dense), np.float64)
         for place, name in enumerate(dense_names):
@@ -253,7 +251,7 @@ class Columns:
             return None
         ids = np.empty((len(table), self.num_slots), np.int64)
         for slot, i in enumerate(self.sparse):
-            tokens, where = _dictionary(table.column(f"f{i}"))
+            tokens, where = dictionary(table.column(f"f{i}"))
             ids[:, slot] = hasher.column(slot, (token.strip() for token in tokens))[where]
         clicked = np.array([label == self.clicked for label in labels], np.float32)[at]
         return Parsed(np.arange(len(table), dtype=np.int64), scaled(dense), ids, clicked, [])
@@ -268,7 +266,7 @@ def _joined(one: Parsed, places: Sequence[int], other: Parsed, other_places: Seq
     return Parsed(good[order], arrays[0], arrays[1], arrays[2], bad)
 
 
-def _dictionary(column: Any) -> tuple[list[str], np.ndarray]:
+def dictionary(column: Any) -> tuple[list[str], np.ndarray]:
     """The different values of an Arrow column as strings, and which one each row has."""
     encoded = column.combine_chunks().dictionary_encode()
     if hasattr(encoded, "chunks"):
@@ -357,120 +355,6 @@ class MultiSlot:
         if next(words, None) is not None:
             raise ValueError(f"got more than the {len(self.slots)} slots")
         return clicked, numbers, tokens
-
-
-@dataclass(frozen=True)
-class Parquet:
-    """Columns of Parquet files by name: a label (0/1, true/false), numbers (log(1 + x), missing 0), strings or ints."""
-
-    label: str
-    dense: Sequence[str]
-    sparse: Sequence[str]
-    header: bool = False
-
-    @property
-    def num_dense(self) -> int:
-        return len(self.dense)
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.sparse)
-
-    def parse(self, line: str) -> Row:
-        raise ValueError("Parquet has no lines")
-
-    def open(self, path: str) -> "ParquetRows":
-        return ParquetRows(path, [self.label, *self.dense, *self.sparse])
-
-    def parse_block(self, data: bytes, hasher: Hasher) -> Parsed:
-        table = importlib.import_module("pyarrow").ipc.open_stream(data).read_all()
-        label = table.column(0).cast("float64").fill_null(-1.0).to_numpy()
-        dense = np.empty((len(table), self.num_dense), np.float64)
-        for i in range(self.num_dense):
-            dense[:, i] = table.column(1 + i).cast("float64").fill_null(0.0).to_numpy()
-        finite = np.isfinite(dense).all(axis=1)
-        good = np.flatnonzero(((label == 0) | (label == 1)) & finite)
-        ids = np.empty((len(table), self.num_slots), np.int64)
-        for slot in range(self.num_slots):
-            column = table.column(1 + self.num_dense + slot)
-            tokens, where = _dictionary(column.cast("string").fill_null("") if column.null_count else column)
-            ids[:, slot] = hasher.column(slot, (token.strip() for token in tokens))[where]
-        whys = np.where(finite, "its label is not 0 or 1", "got a number that is not finite")
-        bad = [(int(i), str(whys[i])) for i in np.setdiff1d(np.arange(len(table)), good)]
-        return Parsed(good, scaled(dense[good]), ids[good], label[good].astype(np.float32), bad)
-
-
-class ParquetRows:
-    """A Parquet file's rows, some columns of them, a few thousand in memory at a time."""
-
-    def __init__(self, path: str, columns: Sequence[str]) -> None:
-        try:
-            parquet = importlib.import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise ValueError(
-                "Parquet needs pyarrow, which is not installed; pip install 'plsc-torch[parquet]'"
-            ) from error
-        self._arrow = importlib.import_module("pyarrow")
-        self._file = parquet.ParquetFile(path)
-        missing = [name for name in columns if name not in self._file.schema_arrow.names]
-        if missing:
-            known = ", ".join(self._file.schema_arrow.names)
-            raise ValueError(f"{path}: got no column {', '.join(missing)}; expected some of {known}")
-        self._columns = list(columns)
-        self._batches: Iterator[Any] | None = None
-        self._left: Any = None
-        self._group = 0
-        self._size, self._taken = os.path.getsize(path), 0
-
-    def take(self, count: int) -> Any:
-        """Up to so many rows as an Arrow table; of no rows at the end."""
-        got, parts = 0, []
-        while got < count:
-            if self._left is None or len(self._left) == 0:
-                self._left = self._next()
-                if self._left is None:
-                    break
-            some = self._left.slice(0, count - got)
-            self._left = self._left.slice(len(some))
-            got += len(some)
-            parts.append(some)
-        self._taken += got
-        return self._arrow.Table.from_batches(parts) if parts else ()
-
-    def skip(self, count: int) -> None:
-        """Past so many rows; whole row groups are not read."""
-        while self._group < self._file.num_row_groups:
-            rows = self._file.metadata.row_group(self._group).num_rows
-            if count < rows:
-                break
-            count -= rows
-            self._taken += rows
-            self._group += 1
-        if count:
-            self.take(count)
-
-    def position(self) -> int:
-        """About how many bytes of the file were read."""
-        return self._size * self._taken // max(1, self._file.metadata.num_rows)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _next(self) -> Any:
-        if self._batches is None:
-            groups = list(range(self._group, self._file.num_row_groups))
-            self._batches = self._file.iter_batches(16_384, row_groups=groups, columns=self._columns)
-        batch = next(self._batches, None)
-        return None if batch is None else batch.select(self._columns)
-
-    def pack(self, table: Any, wanted: np.ndarray) -> tuple[bytes, np.ndarray]:
-        """The wanted rows in one piece, and which ones they are."""
-        kept = np.flatnonzero(wanted)
-        some = table if len(kept) == len(table) else table.take(self._arrow.array(kept))
-        sink = io.BytesIO()
-        with self._arrow.ipc.new_stream(sink, some.schema) as writer:
-            writer.write_table(some)
-        return sink.getvalue(), kept
 
 
 CRITEO = Columns(0, range(1, 14), range(14, 40), delimiter="\t", num_columns=40)

@@ -24,11 +24,11 @@ from plsc.data.click_formats import (
     LibSVM,
     Lines,
     MultiSlot,
-    Parquet,
     Parsed,
     parse_lines,
     split_lines,
 )
+from plsc.data.click_parquet import Parquet
 
 __all__ = ["CRITEO", "Clicks", "Columns", "Format", "LibSVM", "MultiSlot", "Parquet"]
 

@@ -1,4 +1,4 @@
-"""Reads plain text for word vectors: words, a vocabulary, and the text as numbers in files that are mapped, not read."""
+"""Reads plain text for word vectors: words, a vocabulary, and the text as numbers in mapped files."""
 
 import gzip
 import heapq
@@ -168,8 +168,8 @@ class Text:
         tokens = sentences = 0
         with (folder / "tokens.i32").open("wb") as body, (folder / "lengths.i32").open("wb") as heads:
             for ids, lengths in self._read(_Encode(self.tokens, self.lower, self.sentence, vocabulary)):
-                body.write(ids)
-                heads.write(lengths)
+                body.write(ids.tobytes())
+                heads.write(lengths.tobytes())
                 tokens, sentences = tokens + len(ids), sentences + len(lengths)
         if not sentences:
             raise ValueError(f"no sentence of {', '.join(self.files)} has two words of the vocabulary; check tokens")
@@ -345,7 +345,7 @@ def _each(
     under_way: dict[Future[Any], Piece] = {}
     try:
         while True:
-            while len(under_way) < 2 * readers and (piece := next(pieces, None)) is not None:
+            for piece in itertools.islice(pieces, 2 * readers - len(under_way)):
                 under_way[pool.submit(_run_here, piece)] = piece
             if not under_way:
                 return

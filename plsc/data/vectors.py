@@ -53,7 +53,9 @@ class WordVectors:
         head, _, body = data.partition(b"\n")
         counts = head.split()
         if len(counts) != 2 or not all(count.isdigit() for count in counts):
-            raise ValueError(f"{fspath(path)} begins with {head[:40]!r}, expected the number of words and of components")
+            raise ValueError(
+                f"{fspath(path)} begins with {head[:40]!r}, expected the number of words and of components"
+            )
         num_words, dim = (int(count) for count in counts)
         try:
             words, vectors = (_read_text if _is_text(path) else _read_binary)(body, num_words, dim)

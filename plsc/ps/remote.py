@@ -38,6 +38,7 @@ class RemoteStore:
         self.keeps_counters: bool = hello["counters"]
         self._lr: float = hello["lr"]
         self._since = [(link.hello["epoch"], link.hello["version"]) for link in links]
+        self._rounds = [link.hello["round"] for link in links]
         self._exchanging = threading.Lock()
         self._watch = threading.Event()
         # A server in this process would wait at its end for streams that nobody closed. Modes send what waits before.
@@ -124,12 +125,17 @@ class RemoteStore:
 
     @property
     def next_round(self) -> int:
-        return max(link.hello["round"] for link in self._links)
+        return max(self._rounds)
 
     def contribute(self, keys: np.ndarray, grads: np.ndarray, *, round: int, workers: int) -> None:
         values = self._on_wire(grads)
         calls = []
-        for link, at in self._shares(keys):
+        for number, (link, at) in enumerate(self._shares(keys)):
+            # Who was this worker before may have died when some servers had its part of a round and others had not.
+            for missed in range(self._rounds[number], round):
+                request = w.Request(w.CONTRIBUTE, number=missed, workers=workers)
+                calls.append((link, link.send(request, self._layout.pack(None, None))))
+            self._rounds[number] = round + 1
             request = w.Request(w.CONTRIBUTE, number=round, workers=workers)
             calls.append((link, link.send(request, self._layout.pack(keys[at], values[at]))))
         for link, call in calls:

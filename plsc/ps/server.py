@@ -415,5 +415,5 @@ class _Service(w.flight.FlightServerBase):
             if not isinstance(body, dict):
                 raise ValueError("the question is not a JSON object")
             return [json.dumps(self._server.act(action.type, body)).encode()]
-        except (ValueError, OSError, RecursionError) as error:
+        except (ValueError, OSError, RecursionError, Closing) as error:
             return [json.dumps({"error": str(error)[:1000]}).encode()]

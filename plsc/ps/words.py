@@ -1,4 +1,4 @@
-"""Skip-gram with negative sampling on the rows of two stores: words as they are read, and words as they are predicted."""
+"""Skip-gram with negative sampling on the rows of two stores: of words as they are read, and as they are predicted."""
 
 import threading
 from dataclasses import dataclass
@@ -66,7 +66,9 @@ class WordLoop:
         self.inputs, self.outputs = inputs, outputs
         self.num_words = len(keep)
         thresholds = np.minimum(np.asarray(keep, np.float64) * 2.0**32, 2.0**32 - 1).astype(np.uint32)
-        self._core = _native()(thresholds, np.asarray(weights, np.float64), window, negatives, shared, seed, instructions)
+        self._core = _native()(
+            thresholds, np.asarray(weights, np.float64), window, negatives, shared, seed, instructions
+        )
         self._sides = [_side(store, self.num_words) for store in (inputs, outputs)]
 
     def train(self, tokens: np.ndarray, starts: np.ndarray, *, first: int, epoch: int, lr: float) -> Trained:

@@ -117,7 +117,9 @@ class WordTrainer:
         encoded = text.encode(vocabulary, folder)
         if rank == 0:
             vocabulary.save(self.out / "vocab.txt")
-            said = f"{len(vocabulary)} words, {len(encoded.tokens)} of the text's {vocabulary.counts.sum()} in sentences"
+            said = (
+                f"{len(vocabulary)} words, {len(encoded.tokens)} of the text's {vocabulary.counts.sum()} in sentences"
+            )
             logger.info("vocabulary: %s; %d malformed lines", said, text.malformed)
         return vocabulary, encoded
 

@@ -17,15 +17,15 @@ def similarity(vectors: WordVectors, path: str | PathLike[str]) -> dict[str, flo
     unknown: share of pairs that have a word without a vector; those are left out. Words are looked up as they are,
     then in lower case.
     """
-    scores, cosines, asked = [], [], 0
+    scores, cosines, asked, heading = [], [], 0, True
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        fields = re.split(r"[\t,; ]+", line.strip())
         if line.startswith("#") or not line.strip():
             continue
+        fields, first_line, heading = re.split(r"[\t,; ]+", line.strip()), heading, False
         try:
             first, second, score = fields[0], fields[1], float(fields[2])
         except (IndexError, ValueError):
-            if number == 1:
+            if first_line:
                 continue  # names of columns
             raise ValueError(f"{fspath(path)}, line {number}: got {line!r}, expected two words and a score") from None
         asked += 1

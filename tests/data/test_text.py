@@ -91,7 +91,9 @@ def test_batches_are_whole_sentences_and_shares_are_apart(tmp_path: Path) -> Non
         np.testing.assert_array_equal(batch.starts, encoded.starts[batch.first :][: len(batch.starts)] - begin)
         assert len(batch.tokens) == batch.starts[-1] and batch.tokens.dtype == np.int32
     shares = [[batch.number for batch in encoded.batches(words=100, rank=r, world_size=3)] for r in range(3)]
-    assert sorted(sum(shares, [])) == [batch.number for batch in batches] and shares[1][:2] == [1, 4]
+    assert sorted(number for share in shares for number in share) == [batch.number for batch in batches] and shares[1][
+        :2
+    ] == [1, 4]
 
 
 def test_lines_that_are_not_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from plsc.ps import Adagrad, SparseEmbedding, Table
+from plsc.ps import wire as w
 from plsc.ps.discovery import publish
 from plsc.ps.geo import Geo
 from plsc.ps.launch import free_ports
@@ -214,6 +215,24 @@ def test_a_missing_worker_is_named_over_the_wire(cluster: Callable[..., Cluster]
     assert sync.store.pull(KEYS).shape == (len(KEYS), DIM)  # the connection is as good as before
 
 
+def test_a_worker_that_died_between_two_servers_is_made_up_for(cluster: Callable[..., Cluster]) -> None:
+    made = cluster(2)
+    before = made.connect().pull(KEYS)
+    steady, dead = Sync(made.connect(rank=0), workers=2, deadline=30), made.connect(rank=1)
+    pushes = batches(3, 60)
+    steady.push(*pushes[0])
+    link = dead._links[0]  # the other server never hears of it
+    link.wait(link.send(w.Request(w.CONTRIBUTE, number=0, workers=2), w.LAYOUTS["fp32"].pack(None, None)))
+    dead.close()
+    assert [server.hosts["clicks"].round for server in made.servers] == [1, 0]
+    successor = Sync(made.connect(rank=1), workers=2, deadline=30)
+    successor.push(*pushes[1])
+    steady.pull(KEYS)
+    steady.push(*pushes[2])
+    np.testing.assert_allclose(successor.pull(KEYS) - before, moved(pushes) / 2, atol=1e-5)
+    assert Sync(successor.store, workers=2)._round == 2
+
+
 MODES: dict[str, Callable[[RemoteStore], Communicator]] = {
     "direct": Direct,
     "async": lambda store: Async(store, merge=5),
@@ -232,18 +251,22 @@ def test_nothing_is_lost_or_doubled_while_connections_break(cluster: Callable[..
     mine = [batches(60, 100 + rank, 20) for rank in range(4)]
     done = threading.Event()
 
+    def cut_one(rank: int, server: int) -> None:
+        if (stream := stores[rank]._links[server]._stream) is not None:
+            stream[2].cancel()
+
     def work(rank: int) -> None:
         with MODES[mode](stores[rank]) as store:
-            for keys, grads in mine[rank]:
+            for number, (keys, grads) in enumerate(mine[rank]):
                 store.pull(keys)
+                if number % 9 == 4:
+                    cut_one(rank, number % 2)
                 store.push(keys, grads)
 
     def cut() -> None:
         random = np.random.default_rng(5)
         while not done.wait(random.uniform(0, 0.02)):
-            link = stores[random.integers(4)]._links[random.integers(2)]
-            if (stream := link._stream) is not None:
-                stream[2].cancel()
+            cut_one(int(random.integers(4)), int(random.integers(2)))
 
     saboteur = threading.Thread(target=cut)
     saboteur.start()
@@ -252,7 +275,7 @@ def test_nothing_is_lost_or_doubled_while_connections_break(cluster: Callable[..
     finally:
         done.set()
         saboteur.join()
-    assert sum(link.reconnects for store in stores for link in store._links) > 5
+    assert sum(link.reconnects for store in stores for link in store._links) >= 4
     np.testing.assert_allclose(made.connect().pull(KEYS) - before, sum(moved(each) for each in mine), atol=1e-4)
 
 

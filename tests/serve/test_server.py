@@ -294,7 +294,7 @@ def test_mistakes_on_the_command_line(bundle_path: Path, tmp_path: Path) -> None
     for flags, said in (
         (["--host", "0.0.0.0"], "no token is set"),
         (["--max-batch", "0"], "expected at least 1"),
-        (["--detector", "auto"], "detector auto: "),
+        (["--timeout", "0"], "expected more than 0"),
     ):
         running = Running(bundle_path, *flags)
         running.process.wait(60)

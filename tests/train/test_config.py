@@ -50,6 +50,7 @@ CHOICES: dict[str, st.SearchStrategy] = {
     "unsampled": st.sampled_from(["still", "decayed"]),
     "cache_dtype": st.sampled_from(["fp32", "bf16"]),
     "amp": st.sampled_from(["fp32", "bf16", "fp16"]),
+    "recompute": st.sampled_from(["none", "full", "selective", "every:2", "blocks:0-3,7"]),
     "reduce_dtype": st.sampled_from(["fp32", "bf16"]),  # fp16 does not go with dgc
     "reduce_accumulate": st.just("native"),
     "topology": st.sampled_from(["flat", "ring", "hierarchical:2", "grid:2x3", "auto", "mine.net:Way"]),

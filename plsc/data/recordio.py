@@ -54,8 +54,8 @@ class RecordIO:
 
     Keys need not begin at 0 nor be dense. The class is the record's label, or the first of several; from 2**24 on,
     where float32 rounds, it is the header's id2, which must round to the label (`RecordWriter` writes it so). Records
-    of two numbers and no image (flag 2, empty body) are the InsightFace project's headers and are left out. A `property`
-    file beside a train.rec may state more classes than have images.
+    of two numbers and no image (flag 2, empty body) are the InsightFace project's headers and are left out. A file
+    `property` beside a train.rec may state more classes than have images.
     index: "auto" reads the .idx file, or makes one if it is missing; "rebuild" makes it anew. A made index takes keys
     from the records' ids where these differ, else counts. cache: a .npy file to keep index and labels in; later opens
     and worker processes map it instead of reading every header. ValueError names the key and byte that is wrong.

@@ -115,8 +115,8 @@ class ClassParallelModule(nn.Module):
         """A forward pass that a backward pass repeats would sample other classes and count another step."""
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                "the head runs again inside a backward pass, as under torch.utils.checkpoint; leave it outside: it keeps no "
-                "[batch, classes] to save, and computes its blocks anew by itself (cache_mb)"
+                "the head runs again inside a backward pass, as under torch.utils.checkpoint; leave it outside: it "
+                "keeps no [batch, classes] to save, and computes its blocks anew by itself (cache_mb)"
             )
 
     def losses(self, embeddings: Tensor, labels: Tensor) -> Tensor:

@@ -86,7 +86,8 @@ def test_any_number_of_ranks_writes_the_same_bytes(tmp_path: Path, suffix: str, 
     if suffix == ".parquet":
         pytest.importorskip("pyarrow")
     embed(tmp_path / f"one{suffix}")
-    run_ranks(ranks, lambda comm: embed(tmp_path / f"many{suffix}", comm))
+    net = Net()  # one for all: threads that seed and draw at once would get other weights
+    run_ranks(ranks, lambda comm: embed(tmp_path / f"many{suffix}", comm, net=net))
     assert (tmp_path / f"many{suffix}").read_bytes() == (tmp_path / f"one{suffix}").read_bytes()
 
 
@@ -98,8 +99,8 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path: Path, ranks: int
         embed(target, data=Numbered(broken=37))
     done = sorted(path.name for path in Path(f"{target}.parts").glob("*.npy"))
     assert done == ["000000.npy", "000001.npy", "000002.npy"] and not target.exists()
-    data = Numbered()
-    run_ranks(ranks, lambda comm: embed(target, comm, data))
+    data, net = Numbered(), Net()
+    run_ranks(ranks, lambda comm: embed(target, comm, data, net))
     assert target.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
     assert data.read <= N - 30 + ranks  # only what was missing, and the probe for the size of images
     assert not Path(f"{target}.parts").exists()

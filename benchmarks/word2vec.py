@@ -66,7 +66,7 @@ class Corpus:
 
 def new_tables(seed: int, **options: Any) -> list[Table]:
     return [
-        Table(DIM, rule="sgd", lr=1.0, init=init, init_scale=0.5 / DIM, seed=seed, **options)
+        Table(DIM, rule="sgd", lr=1.0, init=init, init_scale=1.0 / DIM, seed=seed, **options)
         for init in ("uniform", "zeros")
     ]
 

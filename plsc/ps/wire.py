@@ -102,7 +102,7 @@ class Layout:
 
     def __init__(self, wire: str) -> None:
         self.dtype = WIRES[wire]
-        self._dtypes = (np.dtype("<u8"), self.dtype, np.dtype("<f4"))
+        self._dtypes: tuple[np.dtype[Any], ...] = (np.dtype("<u8"), self.dtype, np.dtype("<f4"))
         self._inner = [_TYPES[dtype] for dtype in self._dtypes]
         self._lists = [pa.list_(each) for each in self._inner]
         self._empty = [pa.array([[]], each) for each in self._lists]

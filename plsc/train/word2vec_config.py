@@ -133,7 +133,7 @@ def open_stores(config: Word2VecConfig, comm: Communicator) -> tuple[Store, Stor
 
 
 def make_table(config: Word2VecConfig, name: str, *, locked: bool) -> Table:
-    """A new table; rows as the authors' program starts them: words uniform on +-1 / (2 dim), contexts zeros."""
+    """A new table; words start uniform on +-1 / dim (as in gensim; half of it scores lower), contexts as zeros."""
     dim = config.model.dim
     init = "uniform" if name == TABLES[0] else "zeros"
-    return Table(dim, rule="sgd", lr=1.0, init=init, init_scale=0.5 / dim, seed=config.seed, locked=locked)
+    return Table(dim, rule="sgd", lr=1.0, init=init, init_scale=1.0 / dim, seed=config.seed, locked=locked)

@@ -1,6 +1,8 @@
 """Word vectors end to end: a text of known structure, going on after a stop, workers, measures, and the command."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,3 +215,21 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert cli.ps(["train", "word2vec", "no-such.txt", "--out", "x"]) == cli.EXIT_USAGE
     assert "no-such.txt" in capsys.readouterr().err
     assert cli.ps([]) == cli.EXIT_USAGE and "plsc-ps train word2vec [corpus.txt]" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_processes_with_servers(tmp_path: Path) -> None:
+    """Two servers and two workers, started by the launcher; rank 0 writes what all have trained."""
+    tables = "".join(f'[tables.{name}]\ndim = 16\nrule = "sgd"\nlr = 1.0\ninit_scale = 0.06\n' for name in TABLES)
+    (tmp_path / "tables.toml").write_text(tables)
+    words = ["train", "word2vec", "--ps", "geo", "--ps-args", "every", "2", "--data.num-sentences", "6000"]
+    words += ["--threads", "1", "--batch-words", "2000", "--model.dim", "16", "--model.lr", "0.05", "--out", "run"]
+    start = f"import sys; sys.path[:] = {sys.path!r}; from plsc.cli import ps; sys.exit(ps())"
+    python = [sys.executable, "-P", "-c", start]
+    launch = ["launch", "--servers", "2", "--workers", "2", "--restarts", "0", "--tables", "tables.toml", "--"]
+    command = [*python, *launch, *python, *words]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["similarity_spearman"] > 0.4
+    assert len(WordVectors.load(tmp_path / "run" / "vectors.bin")) == result["words"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import itertools
 import logging
 import os
@@ -19,6 +20,7 @@ from plsc import cli_ps, cli_serve
 from plsc.comm import CommError, Communicator, LocalCommunicator, connect
 from plsc.comm.torch_distributed import Launch
 from plsc.data import align, convert, health, make_pairs, open_images, split, write_pairs
+from plsc.nn import MARGINS
 from plsc.serve.bundle import STORAGES
 from plsc.train.checkpoint import Checkpoints
 from plsc.train.config import Config, dump, from_dict, list_recipes, load_recipe, read_recipe
@@ -179,6 +181,18 @@ def work(command: str, config_file: str, *extra: str) -> int:
     return _guarded(lambda: _work(command, load_recipe(config_file), extra))
 
 
+def end(code: int) -> None:
+    """Ends a rank's process with this status, after what was registered for its end.
+
+    Not by sys.exit: there Python ends threads that are inside of C++, such as a store whose holder has gone, and that
+    aborts the process in place of its status.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 # ---- inside
 
 
@@ -319,7 +333,7 @@ def _launch(command: str, config: Config, extra: Sequence[str]) -> int:
     with scratch_folder() as folder:
         config_file = folder / "config.toml"
         config_file.write_text(dump(config), encoding="utf-8")
-        start = f"import sys; sys.path[:] = {sys.path!r}; from plsc.cli import work; sys.exit(work(*sys.argv[1:]))"
+        start = f"import sys; sys.path[:] = {sys.path!r}; from plsc.cli import end, work; end(work(*sys.argv[1:]))"
         ranks = [
             sys.executable,
             "-P",
@@ -422,7 +436,8 @@ def _parse(prog: str, args: Sequence[str]) -> Config:
     recipe = load_recipe(args[0])
     config = _override(prog, recipe, args[1:])
     asked = any(arg.partition("=")[0].replace("_", "-") == "--head.margin-args" for arg in args)
-    if recipe.head.margin_args and config.head.margin != recipe.head.margin and not asked:
+    known = ":" in config.head.margin or config.head.margin in (*MARGINS, "linear")  # else build_margin says so
+    if known and recipe.head.margin_args and config.head.margin != recipe.head.margin and not asked:
         inherited = " ".join(f"{name} {value}" for name, value in recipe.head.margin_args.items())
         raise ValueError(
             f"--head.margin {config.head.margin}: the recipe's margin_args ({inherited}) are those of "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from plsc.comm import Auto, Communicator, check_topology, connect, route, shard_of, world
+from plsc.comm import Auto, Communicator, check_topology, connect, connected, route, shard_of
 from plsc.data import Dataset, Loader
 from plsc.ops.optim import RowUpdate, deferred_updates, merge_updates
 from plsc.ps import Communicator as SparseStore
@@ -187,8 +187,7 @@ class Fleet:
     def __init__(self, strategy: Strategy | None = None, comm: Communicator | None = None) -> None:
         self.strategy = Strategy() if strategy is None else strategy
         if comm is None:
-            comm = world()
-            comm = connect() if comm.name == "local" else comm
+            comm = connected() or connect()
         self.comm = comm
         self.device = comm.device
         self.scaler = LossScaler() if self.strategy.amp == "fp16" else None

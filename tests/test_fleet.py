@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import plsc
-from plsc.comm import Communicator, run_ranks
+from plsc.comm import Communicator, LocalCommunicator, run_ranks
 from plsc.data import Synthetic
 from plsc.fleet import NonFiniteLoss
 
@@ -179,3 +179,14 @@ def test_a_batch_that_does_not_divide_names_the_numbers() -> None:
     fleet = plsc.Fleet(plsc.Strategy(accumulate=4))
     with pytest.raises(ValueError, match="batch_size is 10, expected a multiple of world_size"):
         fleet.loader(Synthetic(100, 3, image_size=16), batch_size=10)
+
+
+def test_a_fleet_connects_by_itself_without_a_false_alarm(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under torchrun it is the Fleet that connects: nobody has to be told to."""
+    made = LocalCommunicator()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("plsc.fleet.connect", lambda: made)
+    monkeypatch.setattr("plsc.fleet.connected", lambda: None)
+    assert plsc.Fleet().comm is made and not caplog.records

@@ -7,7 +7,7 @@ from plsc.comm.shard import Shard, mark, shard_of
 from plsc.comm.topologies import Auto, Grid2D, Hierarchical, Ring, Topology, check_topology, route
 from plsc.comm.topology import Checked, Counting
 from plsc.comm.torch_distributed import GlooCommunicator, NcclCommunicator
-from plsc.comm.world import BACKENDS, connect, world
+from plsc.comm.world import BACKENDS, connect, connected, world
 
 __all__ = [
     "BACKENDS",
@@ -29,6 +29,7 @@ __all__ = [
     "Work",
     "check_topology",
     "connect",
+    "connected",
     "mark",
     "route",
     "run_ranks",

@@ -71,7 +71,9 @@ class Heartbeat:
             return
         self._end.set()
         atexit.unregister(self.stop)
-        self._thread.join(PATIENCE)  # the thread says good-bye; it hangs where the store does
+        # The thread says good-bye, and hangs where the store does: each of its operations for PATIENCE at most. Waited
+        # for to the end: Python aborts a process that it leaves with a thread in C++.
+        self._thread.join(4 * PATIENCE)
 
     # ---- in the thread
 

@@ -68,6 +68,14 @@ def world() -> Communicator:
     return _enter(LocalCommunicator())
 
 
+def connected() -> Communicator | None:
+    """The world of several ranks that this thread is in or has connected to, without making one; else None."""
+    there = thread_rank() or _open_world()
+    if there is not None and there.name != "local":
+        return there
+    return world() if dist.is_initialized() else None
+
+
 def _ranks_elsewhere() -> bool:
     """Whether a world of one is not all there is: world() was asked before anybody connected."""
     return dist.is_initialized() or Launch.read() is not None

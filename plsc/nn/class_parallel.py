@@ -22,6 +22,7 @@ from plsc.ops.sweep import Workspace
 IGNORE = -1  # label of a sample that takes no part in the loss
 _WORK_BYTES = 8 << 20  # aim for the buffers of one block on a CPU
 _GPU_WORK_BYTES = 32 << 20
+_SALT = 0x6A09E667  # else seed 0 repeats what torch.manual_seed(0) draws for a user's own tensors
 Self = TypeVar("Self", bound="ClassParallelModule")
 
 
@@ -50,8 +51,13 @@ class ClassParallelModule(nn.Module):
         super().__init__()
         counts = {"embedding_size": embedding_size, "num_classes": num_classes, "sub_centers": sub_centers}
         for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name} is {count}, expected at least 1")
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{name} is {count!r}, expected a whole number, at least 1")
+        if head_optimizer is not None and not isinstance(head_optimizer, RowOptimizer):
+            raise ValueError(
+                f"head_optimizer is a {type(head_optimizer).__name__}, expected plsc.SGD, plsc.AdamW or plsc.LARS, "
+                "which step rows inside the backward pass; a torch optimizer is given head.parameters() as usual"
+            )
         if not 0.0 <= sample_rate <= 1.0:
             raise ValueError(f"sample_rate is {sample_rate}, expected a share in [0, 1]; 1 is the exact softmax")
         if block is not None and block < 1:
@@ -255,7 +261,7 @@ def init_blocks(shard: Shard, shape: tuple[int, int], *, std: float, seed: int) 
     """This shard's rows of a N(0, std) weight [C, K, D] ([C, D] if K is 1) in blocks; no world size changes it."""
     centers, dim = shape
     for block in range(shard.start // BLOCK, -(-shard.stop // BLOCK) if shard.size else 0):
-        generator = torch.Generator().manual_seed(int(mix(int(mix(seed)) + block)))
+        generator = torch.Generator().manual_seed(int(mix(int(mix(seed ^ _SALT)) + block)))
         first, last = block * BLOCK, min((block + 1) * BLOCK, shard.total)
         rows = torch.randn(last - first, centers * dim, generator=generator) * std
         low, high = max(first, shard.start), min(last, shard.stop)
@@ -282,6 +288,9 @@ def check_weight(weight: Tensor, weight_dtype: str) -> None:
 def check_batch(embeddings: Tensor, labels: Tensor, weight: Tensor) -> None:
     """Shapes and dtypes of this rank's part."""
     embedding_size = weight.shape[-1]
+    for name, value in (("embeddings", embeddings), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}, expected a tensor")
     if embeddings.dim() != 2 or embeddings.shape[1] != embedding_size:
         raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}, expected [batch, {embedding_size}]")
     if not embeddings.is_floating_point():

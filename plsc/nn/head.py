@@ -75,6 +75,8 @@ class ClassParallelHead(ClassParallelModule):
         )
         if filter_threshold is not None and not -1.0 < filter_threshold <= 1.0:
             raise ValueError(f"filter_threshold is {filter_threshold}, expected a cosine in (-1, 1]")
+        if margin is not None and not isinstance(margin, Margin):
+            raise ValueError(f"margin is {margin!r}, expected a plsc.Margin such as plsc.ArcFace()")
         self.margin = ArcFace() if margin is None else margin
         self.filter_threshold = filter_threshold
 

@@ -200,6 +200,8 @@ class Table:
         """Where the values of these rows lie, uint64 [K]: for native loops that train them in place, Hogwild.
 
         Missing rows are made. A row stays where it is while the table lives and the key is not erased.
+        The table does not see what is written there: rows count as touched by this call alone; before a delta is saved,
+        call it again.
         """
         if self._config["dtype"] != "fp32" or self._bounded:
             raise ValueError("addresses: got a table of halves or with max_rows, expected fp32 rows that stay")

@@ -113,6 +113,11 @@ def num_classes(config: Config, data: Dataset) -> int:
             f"data.num_classes is {asked} but the data has labels up to {data.num_classes - 1}; expected at least "
             f"{data.num_classes}, or 0 to take the data's"
         )
+    if not asked and data.num_classes > 1000 * len(data):
+        raise ValueError(
+            f"the data has {len(data)} images but labels up to {data.num_classes - 1}: each number would be "
+            "a row of the head; number the classes from 0, or say --data.num-classes if that is meant"
+        )
     return asked or data.num_classes
 
 

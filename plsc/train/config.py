@@ -151,7 +151,8 @@ class Config:
         _at_least(1, self.model, "embedding_size", where="model.")
         _at_least(0, self.head, "sample_rate", "cache_mb", where="head.")
         _at_least(0, self.optim, "lr", "momentum", "weight_decay", "warmup_epochs", where="optim.")
-        _at_least(1, self.eval, "num_pairs", "folds", "batch_size", where="eval.")
+        _at_least(1, self.eval, "num_pairs", "batch_size", where="eval.")
+        _at_least(2, self.eval, "folds", where="eval.")
         _at_least(0, self.eval, "every", where="eval.")
         if not self.timeout > 0:
             raise ValueError(f"timeout is {self.timeout}, expected seconds, more than 0")

@@ -48,10 +48,10 @@ class VerificationResult:
     accuracy: float  # mean of the held-out folds
     std: float
     folds: tuple[float, ...]
-    threshold: float  # the cosine above which most pairs of all folds are right
+    threshold: float  # a cosine: the one above which most pairs of all folds are right
     auc: float
     tar: tuple[OperatingPoint, ...]
-    mean_norm: float  # of the embeddings before normalisation: a collapse shows here first
+    mean_norm: float  # of the embeddings as given (with flip: sums of two): a collapse shows here first
     num_pairs: int
     roc: Roc
 

@@ -38,7 +38,6 @@ FREE = (
     "export",
     "eval.",
     "data.workers",
-    "model.weights",
     "head.cache_mb",
     "head.extend_classes",
 )
@@ -47,6 +46,12 @@ FREE = (
 def compare_settings(saved: Mapping[str, Any], config: Config) -> list[str]:
     """What differs from the run that is to go on, as "name: old -> new"; ValueError for what may not differ."""
     old, new = _flat(saved), _flat(to_dict(config))
+    if new["model.weights"] not in ("", old.get("model.weights", "")):
+        raise ValueError(
+            f"model.weights is {config.model.weights!r}, but {config.out} holds a run that has begun already: it only "
+            "says what a run starts from; give another --out, or leave it out to go on"
+        )
+    old["model.weights"] = new["model.weights"]
     changed = {
         name: f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
         for name in dict.fromkeys([*new, *old])  # what is None is left out

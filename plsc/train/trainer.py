@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,9 @@ class Trainer:
         before = (self._saved or {}).get("config")
         changes = [] if before is None else compare_settings(before, config)
         resumed = config.resume and self.resume()
+        if resumed and before is not None:  # what it started from stays on record
+            started = before["model"].get("weights", "")
+            config = self.config = replace(config, model=replace(config.model, weights=started))
         if changes and comm.rank == 0:
             logger.warning(
                 "goes on with other settings than it was begun with: %s; it now has %d steps in all",
@@ -293,6 +297,10 @@ class Trainer:
 
     def _take_weights(self, source: str) -> None:
         """Starts from the backbone of another run or checkpoint."""
+        if not Path(source).is_dir():
+            raise ValueError(
+                f"model.weights is {source!r}, expected the folder of a run or of a checkpoint; check the path"
+            )
         newest = Checkpoints(Path(source) / "checkpoints", comm=self.fleet.comm).latest()
         load(newest or source, comm=self.fleet.comm, backbone=self.backbone)
 

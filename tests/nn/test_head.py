@@ -694,3 +694,20 @@ def test_a_forward_pass_repeated_by_a_backward_pass_is_refused() -> None:
     loss = head(checkpoint(torch.nn.functional.relu, x, use_reentrant=False), labels)
     loss.backward()
     assert x.grad is not None
+
+
+def test_what_is_no_head_is_said_at_once() -> None:
+    with pytest.raises(ValueError, match=r"num_classes is 2.5, expected a whole number"):
+        nn.ClassParallelHead(16, 2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="margin is 'arcface', expected"):
+        nn.ClassParallelHead(16, 4, margin="arcface")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"head_optimizer is a .*type.*, expected plsc.SGD"):
+        nn.ClassParallelHead(16, 4, head_optimizer=torch.optim.SGD)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="labels is a list"):
+        nn.ClassParallelHead(16, 4)(torch.randn(2, 16), [0, 1])
+
+
+def test_initial_rows_are_not_what_a_user_draws_with_the_same_seed() -> None:
+    torch.manual_seed(0)
+    head, x = nn.ClassParallelHead(16, 50), torch.randn(50, 16)
+    assert F.cosine_similarity(x, head.weight.detach()).abs().max() < 0.95

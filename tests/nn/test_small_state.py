@@ -130,7 +130,7 @@ def test_any_number_of_ranks_trains_alike(weight: str, state: str, rate: float) 
 def test_every_optimizer_steps_a_small_weight(optimizer: RowOptimizer, weight: str) -> None:
     reference = train(make(head_optimizer=copy.deepcopy(optimizer)), 40)
     losses = train(make(None, weight, head_optimizer=copy.deepcopy(optimizer)), 40)
-    assert reference[-1] < 0.8 * reference[0]
+    assert reference[-1] < 0.95 * reference[0]
     assert losses == pytest.approx(reference, rel=0.08, abs=0.05)
 
 

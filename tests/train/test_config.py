@@ -62,6 +62,7 @@ CHOICES: dict[str, st.SearchStrategy] = {
     "servers": st.lists(TEXT, max_size=2).map(tuple),
     "ps_args": st.fixed_dictionaries({}, optional={"merge": st.integers(1, 9), "wire": st.just("fp16")}),
     "out": TEXT.filter(bool),
+    "folds": st.integers(2, 100),
     "bucket_mb": st.floats(0.5, 100),
     "timeout": st.floats(0.5, 1e6),
 }

@@ -14,6 +14,7 @@ from PIL import Image
 from plsc.comm import Communicator, run_ranks
 from plsc.data import ImageFolder, Loader, Relabelled, Synthetic
 from plsc.train import Config, Trainer
+from plsc.train.build import num_classes
 from plsc.train.config import DataConfig, EvalConfig, HeadConfig, ModelConfig, OptimConfig, to_dict
 from plsc.train.resume import compare_settings, match_classes, match_trained
 
@@ -152,7 +153,9 @@ def test_another_order_of_the_same_number_of_images_is_refused(tmp_path: Path) -
     assert not np.array_equal(data.labels, other.labels)
     with pytest.raises(ValueError, match="has other labels than this loader"):
         Loader(other, 4).load_state_dict(state)
-    loader = Loader(other, 4)
+    with pytest.raises(ValueError, match="has other labels than this loader"):
+        Loader(other, 4).load_state_dict(state, other_data=True)  # classes exchanged, and none added
+    loader = Loader(Synthetic(24, 6, image_size=8, channels=1), 4)
     loader.load_state_dict({**state, "epoch": 2, "position": 8}, other_data=True)
     assert (loader.epoch, loader.position) == (3, 0)
     same = Loader(data, 4)
@@ -237,3 +240,21 @@ def test_data_without_names_are_left_alone(tmp_path: Path) -> None:
     assert match_classes(numbered, ["x"], extend=False, where="here") is numbered
     assert match_classes(named, None, extend=False, where="here") is named
     assert match_trained(numbered, named, where="here") is numbered
+
+
+def test_weights_are_for_a_beginning(config: Config, tmp_path: Path) -> None:
+    """What a run started from stays on record; another origin under way is refused, not ignored."""
+    fit(change(config, epochs=1))
+    new = change(config, out=str(tmp_path / "new"), model={"weights": config.out})
+    fit(new, stop_at=2)
+    with pytest.raises(ValueError, match="has begun already"):
+        fit(change(new, model={"weights": str(tmp_path)}))
+    fit(change(new, model={"weights": ""}))
+    assert f'weights = "{config.out}"' in (tmp_path / "new/config.toml").read_text()
+
+
+def test_labels_far_beyond_the_images_are_refused() -> None:
+    data = Synthetic(4, 5000, image_size=8, channels=1)
+    with pytest.raises(ValueError, match="4 images but labels up to 4999"):
+        num_classes(Config(), data)
+    assert num_classes(change(Config(), data={"num_classes": 6000}), data) == 6000

@@ -171,7 +171,7 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any], *, other_data: bool = False) -> None:
         """Goes to a saved place; call it before `epochs`. ValueError if the state is of another seed or data set.
 
-        other_data: if there are more or fewer samples than the saved loader had, the epoch it was in counts as done.
+        other_data: if the samples are not those of the saved loader, the epoch that it was in counts as done.
         """
         mine = self.state_dict()
         if (before := state.get("per_class", 0)) != self._per_class:
@@ -180,8 +180,8 @@ class Loader:
             raise ValueError(
                 f"the loader state lacks {', '.join(sorted(missing))}; expected what state_dict() returned"
             )
-        same_data = state["num_samples"] == mine["num_samples"]
-        for key in ("seed", "shuffle", *(() if other_data and not same_data else ("num_samples", "labels"))):
+        same_data = all(state[key] == mine[key] for key in ("num_samples", "labels"))
+        for key in ("seed", "shuffle", *(() if other_data else ("num_samples", "labels"))):
             if state[key] != mine[key]:
                 what = {"labels": "other labels than", "num_samples": f"{state[key]} samples, not the {mine[key]} of"}
                 raise ValueError(

@@ -11,6 +11,7 @@ from setuptools.command.build_ext import build_ext
 WITHOUT = {
     "plsc.ps._core": "plsc.ps is left out: its native core was not built",
     "plsc.ops._kernels": "class-parallel heads run on torch operations, on CPUs slower: their kernels were not built",
+    "plsc.data._pixels": "images are mirrored and made floats by numpy and torch, slower: the kernels were not built",
 }
 
 
@@ -82,6 +83,7 @@ def native(name: str, folder: str, *flags: str) -> Extension:
 
 
 EXTENSIONS = [
+    native("plsc.data._pixels", "plsc/data/core"),
     native("plsc.ps._core", "plsc/ps/core"),
     # -fopenmp-simd reads the loops' hints only; no OpenMP is linked.
     native("plsc.ops._kernels", "plsc/ops/core", "-fno-trapping-math", "-fopenmp-simd"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import weakref
@@ -13,6 +14,10 @@ import torch
 from plsc.comm.communicator import Work
 
 T = TypeVar("T")
+
+PATIENCE = 5.0  # seconds that the end of the process waits for a job
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[_Job | None]] = weakref.WeakKeyDictionary()
 
 
 class Background:
@@ -33,7 +38,9 @@ class Background:
             return self._in_stream(job)
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_run, args=(self._jobs,), name="plsc background", daemon=True).start()
+            thread = threading.Thread(target=_run, args=(self._jobs,), name="plsc background", daemon=True)
+            thread.start()
+            _threads[thread] = self._jobs
             weakref.finalize(self, self._jobs.put, None)  # the thread ends with its owner
         entry = _Job(job)
         self._jobs.put(entry)
@@ -92,3 +99,13 @@ def _run(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # its result is the caller's
+
+
+@atexit.register
+def _finish() -> None:
+    """Waits for the threads: Python ends those that are left, and one that frees a tensor then aborts the process."""
+    threads = list(_threads.items())
+    for _, jobs in threads:
+        jobs.put(None)
+    for thread, _ in threads:
+        thread.join(PATIENCE)

@@ -8,13 +8,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import Store
 
 from plsc.comm.communicator import Call, ranks_text
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Heartbeat:
         """Who stopped the verb that has just failed on communicator `label` of `members`; takes some seconds."""
         if self._verdict is not None:
             return self._verdict
-        answer = _within(PATIENCE + 2.0, lambda: self._judge(label, members))
+        answer = within(PATIENCE + 2.0, lambda: self._judge(label, members))
         if answer is not None:
             return answer
         if self._verdict is not None:
@@ -177,17 +179,17 @@ def _blame(
     return f"all ranks are alive; {ranks_text(behind)} behind, while others are at verb {highest}; {each(behind)}"
 
 
-def _within(seconds: float, fn: Any) -> Any:
-    """fn() in a thread of its own; None where it fails or takes longer, for an operation of a hung store never ends."""
-    answer: list[Any] = []
+def within(seconds: float, fn: Callable[[], T]) -> T | None:
+    """fn() in a thread of its own; None where it fails or takes longer, as an operation of hung peers may never end."""
+    answer: list[T] = []
 
     def body() -> None:
         try:
             answer.append(fn())
         except Exception as error:
-            log.debug("the store does not answer: %s", error)
+            log.debug("no answer of the other ranks: %s", error)
 
-    thread = threading.Thread(target=body, name="plsc store", daemon=True)
+    thread = threading.Thread(target=body, name="plsc patience", daemon=True)
     thread.start()
     thread.join(seconds)
     return answer[0] if answer else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import itertools
 import logging
 import os
 import pickle
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from plsc.comm.communicator import Call, CommError, Communicator, Work, reduce_parts
-from plsc.comm.heartbeat import Heartbeat
+from plsc.comm.heartbeat import PATIENCE, Heartbeat, within
 from plsc.comm.launch import Launch, launcher_holds_store, number_of_start
 
 T = TypeVar("T")
@@ -60,6 +63,7 @@ class TorchCommunicator(Communicator):
         self._transport, self._session, self._label = transport, session, label
         self._number = 0
         self._splits = 0
+        _open.add(self)
 
     @classmethod
     @abstractmethod
@@ -337,6 +341,29 @@ class NcclCommunicator(TorchCommunicator):
             lambda: self._transport._reduce_scatter_base(received, x, options),
             lambda: received,
         )
+
+
+_open: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_transports() -> None:
+    """Waits for the transports' own threads, of all communicators that are still open, closed in order or not.
+
+    A verb's wait() returns a moment before torch's thread lets go of the tensors. Where that falls into Python's end,
+    the thread cannot have the lock that freeing them takes, and the process aborts ("terminate called without an
+    active exception"). A transport that is let go of ends its threads first.
+    """
+
+    def let_go() -> None:
+        for comm in list(_open):
+            comm._transport = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # torch's objects refer to each other
+
+    if _open:
+        within(PATIENCE, let_go)
 
 
 def adopt() -> TorchCommunicator:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,8 @@ BACKENDS: dict[str, type[Communicator]] = {
 }
 
 _current: Communicator | None = None  # the world of this process; ranks that are threads have their own
-_of_torch: object | None = None  # the torch.distributed world it was made over, to notice that it has ended
+# The torch.distributed world it was made over, to notice that it has ended. Weak: held, its threads would not end.
+_of_torch: Callable[[], object] | None = None
 
 
 def connect(name: str = "auto", *, timeout: float = 600.0, init_timeout: float = 300.0) -> Communicator:
@@ -85,7 +88,7 @@ def _open_world() -> Communicator | None:
     """The world entered last, unless it was closed or the torch.distributed under it has ended."""
     if _current is None or _current.closed:
         return None
-    if _of_torch is not None and (not dist.is_initialized() or dist.group.WORLD is not _of_torch):
+    if _of_torch is not None and (not dist.is_initialized() or dist.group.WORLD is not _of_torch()):
         return None
     return _current
 
@@ -93,5 +96,6 @@ def _open_world() -> Communicator | None:
 def _enter(comm: Communicator) -> Communicator:
     global _current, _of_torch
     _current = Checked(comm) if os.environ.get("PLSC_DEBUG") == "1" else comm
-    _of_torch = dist.group.WORLD if comm.name in ("gloo", "nccl", "cupy_nccl") else None
+    under = dist.group.WORLD if comm.name in ("gloo", "nccl", "cupy_nccl") else None
+    _of_torch = None if under is None else weakref.ref(under)
     return _current

@@ -11,10 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from plsc.data.pixels import normalise
 from plsc.data.reading import BadImage, BadImages, Dataset, Item, Read, Reader, Transform
 from plsc.data.workers import ReadingProcesses
-
-_NORMALISED_AT_ONCE = 2**18  # pixel values: as floats they stay in a core's cache from one pass to the next
 
 
 class Pipeline:
@@ -92,11 +91,7 @@ class Pipeline:
     def _normalise(self, pixels: Tensor) -> Tensor:
         """(x - 127.5) / 127.5 of uint8 [b, H, W, C] in float32, on the device: a quarter of the bytes travel."""
         if self._device.type == "cpu":
-            images = self._buffers.take(tuple(pixels.shape))
-            step = max(1, _NORMALISED_AT_ONCE // max(1, pixels[0].numel()))
-            for part, source in zip(images.split(step), pixels.split(step), strict=True):
-                part.copy_(source).sub_(127.5).div_(127.5)
-            return images
+            return normalise(pixels, self._buffers.take(tuple(pixels.shape)))
         if self._device.type == "cuda":
             pixels = pixels.pin_memory()  # a copy, so that the slot is free while the transfer goes on
         return pixels.to(self._device, non_blocking=True).to(torch.float32).sub_(127.5).div_(127.5)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from plsc.data.pixels import mirror
+
 logger = logging.getLogger(__name__)
 
 _AUGMENT, _REDRAW = 2, 3  # streams of random numbers; the loader's order is 1
@@ -69,8 +71,7 @@ class Reader:
 
     def __getitem__(self, numbered: tuple[int, Item]) -> Read:
         slot, (epoch, samples) = numbered
-        slots = self.slots[slot]  # [b, H, W, C]
-        into = slots.numpy()
+        into = self.slots[slot].numpy()  # [b, H, W, C]
         replaced: list[Bad] = []
         for k, i in enumerate(samples.tolist()):
             try:
@@ -83,8 +84,7 @@ class Reader:
                     "give the data set one image_size"
                 )
             if image.strides[1] < 0:  # mirrored: numpy would copy it pixel by pixel
-                into[k] = image[:, ::-1]
-                slots[k].copy_(slots[k].flip(1))
+                mirror(image[:, ::-1], into[k])
             else:
                 into[k] = image
             if j != i:

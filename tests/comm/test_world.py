@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -242,3 +245,40 @@ def test_a_port_in_use_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
         with pytest.raises(CommError, match=f"{port}: the port is in use.*choose another MASTER_PORT"):
             connect("gloo", init_timeout=10.0)
+
+
+ENDINGS = {
+    "ours": "world = plsc.comm.connect('gloo')",
+    "of torch": "torch.distributed.init_process_group('gloo'); world = plsc.comm.connect('gloo')",
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
+@pytest.mark.parametrize("start", ENDINGS.values(), ids=ENDINGS)
+def test_no_thread_of_ours_outlives_the_end(start: str, free_port: int) -> None:
+    """Python aborts a process whose transport still frees tensors then. Nothing is closed by the script."""
+    script = f"""
+import atexit, pathlib
+
+@atexit.register  # the first registered runs last
+def threads():
+    names = [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()]
+    print(sorted({{name for name in names if "gloo_runloop" in name}} | {{t.name for t in threading.enumerate()}}))
+
+import threading, time, torch, torch.distributed, plsc
+{start}
+comms = [world, world.split([[0]]), plsc.comm.Ring(world)]
+job = plsc.comm.background.Background(world.device)
+for comm in comms:
+    comm.all_reduce(torch.ones(5)).wait()
+    comm.all_gather(torch.ones(5)).wait()
+job.submit(lambda: (time.sleep(0.5), comms[1].all_gather(torch.ones(9)).wait()))
+running = pathlib.Path("/proc/self/task")
+assert any("gloo_runloop" in (task / "comm").read_text() for task in running.iterdir())
+"""
+    environment = {
+        **os.environ,
+        **{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port)},
+    }
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr

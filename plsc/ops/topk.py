@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from plsc.comm import Communicator, Shard
+from plsc.ops import kernels
+from plsc.ops.launching import launcher_for
 from plsc.ops.packing import gather_packed
 
 SCORES = 16_384  # of a query that are looked through at once
@@ -60,7 +62,7 @@ def split_topk(
     merged = [
         t.view(world, len(queries), k)[:, mine].transpose(0, 1).reshape(batch, -1) for t in (all_scores, all_classes)
     ]
-    return _best(merged[0], merged[1], k)
+    return kernels.merge_topk(merged[0], merged[1], None, k=k)
 
 
 def block_topk(
@@ -111,6 +113,10 @@ def _improve(scores: Tensor, ids: Tensor, found: Tensor, start: int, bias: Tenso
     if bias is not None:
         found += bias[row : row + found.shape[1]]
     width, k = found.shape[1], scores.shape[1]
+    if launcher_for(found.device) is not None and found.dtype != torch.float64:
+        for whole, new in zip((scores, ids), kernels.merge_topk(scores, ids, found, k=k, first=start), strict=True):
+            whole.copy_(new)
+        return
     group = GROUP if width % GROUP == 0 and width > 4 * GROUP * k else 1
     peaks = found.unflatten(1, (-1, group)).amax(2) if group > 1 else found  # [N, groups]
     # An equal score has a higher id than what it would push out: only a greater one counts, or nan, to be seen.
@@ -118,9 +124,8 @@ def _improve(scores: Tensor, ids: Tensor, found: Tensor, start: int, bias: Tenso
     if len(better) == 0:
         return
     best, at = _first_best(found, peaks, better, min(k, width))
-    scores[better], ids[better] = _best(
-        torch.cat([scores[better], best], 1), torch.cat([ids[better], at + start], 1), k
-    )
+    both = torch.cat([scores[better], best], 1), torch.cat([ids[better], at + start], 1)
+    scores[better], ids[better] = kernels.merge_topk(*both, None, k=k)
 
 
 def _first_best(found: Tensor, peaks: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -143,11 +148,3 @@ def _first_best(found: Tensor, peaks: Tensor, chosen: Tensor, k: int) -> tuple[T
         order = found[chosen[tied]].sort(dim=1, descending=True, stable=True)
         best[tied], at[tied] = order.values[:, :k], order.indices[:, :k]
     return best, at
-
-
-def _best(scores: Tensor, classes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of each row, equal scores by rising class id."""
-    by_class = classes.argsort(dim=1, stable=True)
-    scores, classes = scores.gather(1, by_class), classes.gather(1, by_class)
-    order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
-    return scores.gather(1, order), classes.gather(1, order)

@@ -13,6 +13,8 @@ from torch import Tensor
 from plsc.ops.formats import join, split, to_bf16, to_int8
 from plsc.ops.sampling import mix
 
+FP16_TOP = 15  # the largest element is scaled to below 2**15: a sum in float16 then stays below its 65504
+
 # ---- softmax over a block of classes
 
 
@@ -233,21 +235,28 @@ def largest_entries(x: Tensor, count: int) -> Tensor:
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
     if x.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=x.device)
+        return torch.zeros((), dtype=dtype, device=x.device)
     low, high = torch.aminmax(x)
-    return torch.maximum(-low, high).to(torch.float32)
+    return torch.maximum(-low, high).to(dtype)
 
 
 def cast_scaled(
     x: Tensor, dtype: torch.dtype, *, largest: Tensor | None = None, divisor: float = 1.0, down: bool = False
 ) -> Tensor:
-    wide = x.to(torch.float32)
+    wide = x.to(torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32))
     if divisor != 1.0:
         wide = wide / divisor
     return (wide if largest is None else wide * _power_of_two(largest, down)).to(dtype)
 
 
 def _power_of_two(largest: Tensor, down: bool) -> Tensor:
-    exponent = torch.where(largest.isfinite(), 15 - torch.frexp(largest).exponent, 0).clamp(-126, 126)
-    return ((127 + (-exponent if down else exponent)).to(torch.int32) << 23).view(torch.float32)
+    """Exactly 2**e, 0-d, with largest * 2**e in [2**14, 2**15), or 2**-e if down; 1 where largest is not finite.
+
+    Built from its bits, on the device: logarithms round, and reading the number would stop the host.
+    """
+    kind, bias, shift = (torch.int64, 1023, 52) if largest.dtype == torch.float64 else (torch.int32, 127, 23)
+    exponent = FP16_TOP - torch.frexp(largest).exponent
+    exponent = torch.where(largest.isfinite(), exponent, 0).clamp(1 - bias, bias - 1).to(kind)
+    return ((bias + (-exponent if down else exponent)) << shift).view(largest.dtype)

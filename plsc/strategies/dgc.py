@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from plsc.comm import Communicator, Hierarchical, Shard, mark
+from plsc.ops import kernels
+from plsc.ops.launching import launcher_for
 from plsc.strategies.fusion import measured_buckets
 from plsc.strategies.precision import any_nonfinite, clip_grad_norm_
 from plsc.strategies.reducer import Reducer, agree, replicated
@@ -392,6 +394,8 @@ def largest_entries(x: Tensor, density: float, *, start: int = 0) -> Tensor:
     sample begins, so that other entries are looked at in another step. Source: Lin et al. 2018, section 5.
     """
     numel, count = x.numel(), kept_entries(x.numel(), density)
+    if launcher_for(x.device) is not None:
+        return kernels.largest_entries(x, count)
     sampled = min(numel, max(numel // 100, math.ceil(2 / density)))
     if sampled < numel and density <= 0.25:
         stride = max(1, numel // sampled - 1) | 1

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from plsc.comm import Communicator, Shard, Work
 from plsc.comm.background import Background
+from plsc.ops import kernels
 
 REDUCE_DTYPES = ("fp32", "bf16", "fp16")
 ACCUMULATE = ("native", "fp32")
 HALF_TYPES = (torch.float16, torch.bfloat16)
-FP16_TOP = 15  # the largest element is scaled to below 2**15: a sum in float16 then stays below its 65504
 
 
 class Reduction(ABC):
@@ -96,7 +96,7 @@ class Bf16(Reduction):
         return torch.bfloat16
 
     def start(self, flat: Tensor, comm: Communicator, *, divisor: int = 1) -> Work[Tensor]:
-        narrow = _divided(flat, divisor).to(torch.bfloat16)
+        narrow = kernels.cast_scaled(flat, torch.bfloat16, divisor=divisor)
         return self.around.start(narrow, comm).then(flat.copy_)
 
 
@@ -122,14 +122,12 @@ class Fp16(Reduction):
     def start(self, flat: Tensor, comm: Communicator, *, divisor: int = 1) -> Work[Tensor]:
         if not flat.numel():
             return Work.done(flat)
-        low, high = torch.aminmax(flat)
-        bound = torch.maximum(-low, high).to(torch.promote_types(flat.dtype, torch.float32))
         # No element of the sum is larger than the largest of all ranks times their number / divisor.
-        largest = comm.all_reduce(bound * (comm.world_size / divisor), "max").wait()
-        up, down = _power_of_two(largest)
-        narrow = _divided(flat, divisor).mul(up).to(torch.float16)
+        bound = kernels.largest_magnitude(flat) * (comm.world_size / divisor)
+        largest = comm.all_reduce(bound, "max").wait()
+        narrow = kernels.cast_scaled(flat, torch.float16, largest=largest, divisor=divisor)
         work = self.around.start(narrow, comm)
-        return work.then(lambda total: flat.copy_(total.to(largest.dtype).mul_(down)))
+        return work.then(lambda total: flat.copy_(kernels.cast_scaled(total, flat.dtype, largest=largest, down=True)))
 
 
 def make_reduction(dtype: str = "fp32", *, accumulate: str = "native") -> Reduction:
@@ -202,20 +200,3 @@ def as_ddp_hook(reduction: Reduction, comm: Communicator) -> Callable[[object, A
 
     hook.__annotations__.clear()  # DDP compares them with types, and these are text
     return hook
-
-
-def _divided(flat: Tensor, divisor: int) -> Tensor:
-    """flat / divisor in float32 or wider."""
-    wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    return wide if divisor == 1 else wide.div(divisor)
-
-
-def _power_of_two(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact factors 2**e and 2**-e, 0-d, with largest * 2**e in [2**14, 2**15); 1 where largest is not finite.
-
-    Built from their bits, on the device: logarithms round, and reading the number would stop the host.
-    """
-    exponent = FP16_TOP - torch.frexp(largest).exponent
-    kind, bias, shift = (torch.int64, 1023, 52) if largest.dtype == torch.float64 else (torch.int32, 127, 23)
-    exponent = torch.where(largest.isfinite(), exponent, 0).clamp(1 - bias, bias - 1).to(kind)
-    return ((bias + exponent) << shift).view(largest.dtype), ((bias - exponent) << shift).view(largest.dtype)

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from plsc.comm import Shard
 from plsc.ops import kernels, sampling, twins
-from plsc.ops.topk import _best
+from plsc.ops.topk import block_topk
 from plsc.strategies.dgc import largest_entries
-from plsc.strategies.reduction import _power_of_two
 
 ORDERS = range(6)
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -52,7 +51,7 @@ def test_sampling_of_any_shape(launch: Any, total: int, world_size: int, rate: f
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_merging_the_best_classes(launch: Any, generator: torch.Generator, order: int) -> None:
-    """Distinct scores: as plsc.ops.topk; many equal ones, NaN, both zeros: as the twin, which sorts."""
+    """Distinct scores: as sorting; many equal ones, NaN, both zeros: as the twin, which sorts."""
     launch(threads=32 << order % 3, order=order, workers=2)
     for k, before, count in ((1, 1, 1), (3, 3, 63), (5, 5, 64), (5, 5, 65), (7, 7, 200), (4, 2, 1), (3, 40, 0)):
         classes = torch.stack([torch.randperm(1000, generator=generator)[:before] for _ in range(6)])
@@ -64,8 +63,8 @@ def test_merging_the_best_classes(launch: Any, generator: torch.Generator, order
         assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
         if before + count >= k:
             ids = torch.cat([classes, torch.arange(1000, 1000 + count).expand(6, -1)], 1)
-            reference = _best(distinct, ids, k)
-            assert torch.equal(got[0], reference[0]) and torch.equal(got[1], reference[1])
+            order = distinct.argsort(dim=1, descending=True)[:, :k]
+            assert torch.equal(got[0], distinct.gather(1, order)) and torch.equal(got[1], ids.gather(1, order))
         for dtype in (torch.float32, *HALF_TYPES):
             tied = torch.randint(-2, 3, distinct.shape, generator=generator).to(dtype)
             tied[tied == 1] = -0.0
@@ -132,11 +131,29 @@ def test_largest_magnitude_and_casts(launch: Any, generator: torch.Generator, or
         torch.testing.assert_close(kernels.cast_scaled(x, torch.float16, largest=largest), x.half(), equal_nan=True)
 
 
-def test_scale_is_the_reductions(launch: Any) -> None:
-    """The power of two that plsc.strategies.reduction.Fp16 finds, from the smallest float to the largest."""
+def test_scale_is_the_twins(launch: Any) -> None:
+    """The power of two of a reduction in fp16, from the smallest float to the largest."""
     launch()
     for exponent in range(-149, 128):
         largest = torch.tensor(1.75 * 2.0**exponent if exponent > -148 else 2.0**exponent)
-        for down, expected in zip((False, True), _power_of_two(largest), strict=True):
-            got = kernels.cast_scaled(torch.ones(1), torch.float32, largest=largest, down=down)
-            assert torch.equal(got[0], expected)
+        for down in (False, True):
+            got, expected = (
+                m.cast_scaled(torch.ones(1), torch.float32, largest=largest, down=down) for m in (kernels, twins)
+            )
+            assert torch.equal(got, expected)
+
+
+def test_search_and_compression_take_the_kernels(
+    launch: Any, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """plsc.ops.block_topk and plsc.strategies.dgc on a device with kernels against themselves without."""
+    queries, rows = (torch.randint(-2, 3, (n, 8), generator=generator).float() for n in (5, 700))
+    x = torch.randn(3000, generator=generator)
+    expected = block_topk(queries, rows.split(128), 6, first=50), largest_entries(x, 0.01).sort().values
+    launcher = launch(order=1)
+    monkeypatch.setattr("plsc.ops.topk.SCORES", 200)  # several rounds
+    for module in ("plsc.ops.topk", "plsc.strategies.dgc"):
+        monkeypatch.setattr(f"{module}.launcher_for", lambda device: launcher)
+    got = block_topk(queries, rows.split(128), 6, first=50), largest_entries(x, 0.01)
+    assert torch.equal(got[0][0], expected[0][0]) and torch.equal(got[0][1], expected[0][1])
+    assert torch.equal(got[1], expected[1])

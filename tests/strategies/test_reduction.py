@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from plsc.comm import CommError, Communicator, Hierarchical, LocalCommunicator, Work, run_ranks
+from plsc.ops.kernels import cast_scaled
 from plsc.strategies import Accumulated, Bf16, Fp16, Full, Plain, Reducer, Reduction, make_reduction
-from plsc.strategies.reduction import Lanes, _power_of_two, as_ddp_hook
+from plsc.strategies.reduction import Lanes, as_ddp_hook
 
 WORLD = 4
 ALL = [Plain(), Accumulated(), Full(), Bf16(), Bf16(Accumulated()), Fp16(), Fp16(Accumulated())]
@@ -97,15 +98,22 @@ def test_what_is_not_finite_on_one_rank_reaches_all(reduction: Reduction, bad: f
         assert torch.equal(got.nan_to_num(nan=7.0), results[0].nan_to_num(nan=7.0))
 
 
-def test_the_scale_is_an_exact_power_of_two() -> None:
+def powers(largest: Tensor) -> tuple[Tensor, Tensor]:
+    """What 1 becomes on its way to float16 and back."""
+    one = torch.ones((), dtype=largest.dtype)
+    up, down = (cast_scaled(one, largest.dtype, largest=largest, down=down) for down in (False, True))
+    return up, down
+
+
+def test_the_scale_is_an_exactpowers() -> None:
     for dtype, numbers in ((torch.float32, (1e-33, 0.3, 1.0, 65504.0, 3.4e38)), (torch.float64, (1e-300, 1.0, 1e300))):
         for number in numbers:
-            up, down = _power_of_two(torch.tensor(number, dtype=dtype))
+            up, down = powers(torch.tensor(number, dtype=dtype))
             assert up.dtype == dtype and float(up * down) == 1.0 and torch.frexp(up).mantissa == 0.5
             assert 2**14 <= number * float(up) <= 2**15
     for number in (float("inf"), float("nan")):
-        assert [float(x) for x in _power_of_two(torch.tensor(number))] == [1.0, 1.0]
-    assert all(0 < float(x) < float("inf") for x in _power_of_two(torch.tensor(1e-45)))
+        assert [float(x) for x in powers(torch.tensor(number))] == [1.0, 1.0]
+    assert all(0 < float(x) < float("inf") for x in powers(torch.tensor(1e-45)))
 
 
 def test_native_sums_of_halves_may_round_often_and_accumulated_ones_do_not() -> None:

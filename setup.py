@@ -11,7 +11,7 @@ from setuptools.command.build_ext import build_ext
 WITHOUT = {
     "plsc.ps._core": "plsc.ps is left out: its native core was not built",
     "plsc.ops._kernels": "class-parallel heads run on torch operations, on CPUs slower: their kernels were not built",
-    "plsc.data._pixels": "images are mirrored and made floats by numpy and torch, slower: the kernels were not built",
+    "plsc.data._native": "images are mirrored and made floats by numpy and torch, slower: the kernels were not built",
 }
 
 
@@ -83,7 +83,7 @@ def native(name: str, folder: str, *flags: str) -> Extension:
 
 
 EXTENSIONS = [
-    native("plsc.data._pixels", "plsc/data/core"),
+    native("plsc.data._native", "plsc/data/core"),
     native("plsc.ps._core", "plsc/ps/core"),
     # -fopenmp-simd reads the loops' hints only; no OpenMP is linked.
     native("plsc.ops._kernels", "plsc/ops/core", "-fno-trapping-math", "-fopenmp-simd"),
@@ -93,7 +93,7 @@ setup(
     # The CUDA kernels travel as text; CuPy compiles them at first use. cuda/ itself must be no package (see the tests).
     packages=[*find_packages(include=["plsc", "plsc.*"]), "plsc._cuda"],
     package_dir={"plsc._cuda": "cuda"},
-    package_data={"plsc": ["py.typed", "recipes/*.toml", "serve/page/*"], "plsc._cuda": ["*.cu", "*.cuh"]},
+    package_data={"plsc": ["py.typed", "recipes/*.toml", "serve/page/*", "ps/core/plsc_rule.h"], "plsc._cuda": ["*.cu", "*.cuh"]},
     include_package_data=False,  # else the C++ sources, being in the manifest, would go into the wheel
     ext_modules=EXTENSIONS,
     cmdclass={"build_ext": BuildNative},

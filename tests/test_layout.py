@@ -89,8 +89,9 @@ def test_wheel_installs_only_plsc(wheel: Path, packed: list[str]) -> None:
 def test_wheel_holds_every_module_and_recipe(packed: list[str]) -> None:
     """A folder without __init__.py would be left out without a word."""
     wanted = {relative(path) for path in [*MODULES, *RECIPES, PACKAGE / "py.typed"]}
-    native = ["plsc/data/_pixels", "plsc/ps/_core", "plsc/ops/_kernels"]  # compiled; their sources stay out
+    native = ["plsc/data/_native", "plsc/ps/_core", "plsc/ops/_kernels"]  # compiled; their sources stay out
     wanted.update(f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}" for name in native)
+    wanted.add("plsc/ps/core/plsc_rule.h")  # but for what users compile their own rules against
     wanted.update(f"plsc/serve/page/{name}" for name in ("index.html", "app.js", "style.css"))
     wanted.update(f"plsc/_cuda/{path.name}" for path in ROOT.glob("cuda/*.cu*"))
     assert wanted - set(packed) == set()

@@ -1,31 +1,20 @@
 """What happens to every pixel: mirroring, and bytes to floats; C++ where it was built, else numpy and torch."""
 
-import importlib
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from plsc.data import native
+
 _AT_ONCE = 2**18  # pixel values: as floats they stay in a core's cache from one pass to the next
-
-
-def _load() -> Any:
-    try:
-        return importlib.import_module("plsc.data._pixels")
-    except ImportError:  # not built
-        return None
-
-
-_native = _load()
 
 
 def mirror(image: NDArray[np.uint8], into: NDArray[np.uint8]) -> None:
     """Writes the image [H, W, C] left-right mirrored into an array of the same shape that does not overlap it."""
     height, width, channels = image.shape
-    if _native is not None and into.flags.c_contiguous and image.strides[1:] == (channels, 1):
-        _native.mirror(image.ctypes.data, into.ctypes.data, height, width, channels, image.strides[0])
+    if native.kernels is not None and into.flags.c_contiguous and image.strides[1:] == (channels, 1):
+        native.kernels.mirror(image.ctypes.data, into.ctypes.data, height, width, channels, image.strides[0])
     else:
         mirrored = torch.from_numpy(image.copy()).flip(1)  # numpy's own takes five times as long
         into[:] = mirrored.numpy()
@@ -33,8 +22,8 @@ def mirror(image: NDArray[np.uint8], into: NDArray[np.uint8]) -> None:
 
 def normalise(pixels: Tensor, out: Tensor) -> Tensor:
     """out = (pixels - 127.5) / 127.5 in float32, to the last bit on every processor. Both on the CPU, of one shape."""
-    if _native is not None and pixels.is_contiguous() and out.is_contiguous():
-        _native.normalise(pixels.data_ptr(), out.data_ptr(), pixels.numel())
+    if native.kernels is not None and pixels.is_contiguous() and out.is_contiguous():
+        native.kernels.normalise(pixels.data_ptr(), out.data_ptr(), pixels.numel())
         return out
     step = max(1, _AT_ONCE // max(1, pixels[0].numel()))
     for part, source in zip(out.split(step), pixels.split(step), strict=True):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data import native
 from plsc.data.images import _check_format, _warn_thin_classes, decode_image
 from plsc.data.records import (
     EXACT,
@@ -238,6 +239,10 @@ def _parse_lines(text: bytes, path: str, lines_before: int) -> Ints:
 def _parse_plain(text: bytes) -> Ints | None:
     """What `_parse_lines` returns, for text of nothing but digits, single tabs and newlines; else None."""
     codes = np.frombuffer(text, np.uint8)
+    if native.kernels is not None:
+        pairs = np.empty((text.count(b"\n"), 2), np.int64)
+        found = native.kernels.parse_pairs(codes.ctypes.data, len(codes), pairs.ctypes.data, len(pairs))
+        return pairs if found == len(pairs) else None
     ends = np.flatnonzero(codes < 32)  # of numbers
     if len(ends) % 2 or (codes[ends[::2]] != 9).any() or (codes[ends[1::2]] != 10).any():
         return None

@@ -1,12 +1,9 @@
-// What happens to every pixel on its way to a model: mirroring, and bytes to floats. Arrays come as addresses;
-// plsc/data/pixels.py, the only caller, has checked shapes and strides. The GIL is released meanwhile.
-#include <nanobind/nanobind.h>
+// What happens to every pixel on its way to a model: mirroring, and bytes to floats.
+#include "kernels.h"
 
-#include <cstdint>
 #include <cstring>
 
-namespace nb = nanobind;
-
+namespace plsc {
 namespace {
 
 constexpr float kMiddle = 127.5f;
@@ -43,23 +40,20 @@ PLSC_AVX2 void mirror_rgb_avx2(const uint8_t* from, uint8_t* to, int64_t width) 
 }
 #endif
 
-void normalise(uintptr_t source, uintptr_t target, int64_t count) {
-  const auto* from = reinterpret_cast<const uint8_t*>(source);
-  auto* to = reinterpret_cast<float*>(target);
+void mirror_row(const uint8_t* from, uint8_t* to, int64_t width, int64_t channels) {
+  for (int64_t x = 0; x < width; ++x) std::memcpy(to + channels * x, from + channels * (width - 1 - x), channels);
+}
+
+}  // namespace
+
+void normalise(const uint8_t* from, float* to, int64_t count) {
 #if defined(__x86_64__)
   if (has_avx2) return normalise_avx2(from, to, count);
 #endif
   for (int64_t i = 0; i < count; ++i) to[i] = (static_cast<float>(from[i]) - kMiddle) / kMiddle;
 }
 
-void mirror_row(const uint8_t* from, uint8_t* to, int64_t width, int64_t channels) {
-  for (int64_t x = 0; x < width; ++x) std::memcpy(to + channels * x, from + channels * (width - 1 - x), channels);
-}
-
-// Rows lie `stride` bytes apart in the source and side by side in the target.
-void mirror(uintptr_t source, uintptr_t target, int64_t height, int64_t width, int64_t channels, int64_t stride) {
-  const auto* from = reinterpret_cast<const uint8_t*>(source);
-  auto* to = reinterpret_cast<uint8_t*>(target);
+void mirror(const uint8_t* from, uint8_t* to, int64_t height, int64_t width, int64_t channels, int64_t stride) {
   for (int64_t y = 0; y < height; ++y) {
     const uint8_t* row = from + y * stride;
     uint8_t* out = to + y * width * channels;
@@ -73,9 +67,4 @@ void mirror(uintptr_t source, uintptr_t target, int64_t height, int64_t width, i
   }
 }
 
-}  // namespace
-
-NB_MODULE(_pixels, module) {
-  module.def("normalise", &normalise, nb::call_guard<nb::gil_scoped_release>());
-  module.def("mirror", &mirror, nb::call_guard<nb::gil_scoped_release>());
-}
+}  // namespace plsc

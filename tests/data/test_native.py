@@ -1,18 +1,20 @@
-"""Mirroring and normalising: C++ and its twin against numpy's own words, every byte and odd sizes."""
+"""The native parts of reading and their twins: mirroring, normalising, indices in text."""
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from plsc.data import pixels
+from plsc.data import native, pixels, recordio
 
 
 @pytest.fixture(params=["built", "twin"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "twin":
-        monkeypatch.setattr(pixels, "_native", None)
-    elif pixels._native is None:
-        pytest.skip("plsc.data._pixels is not built")
+        monkeypatch.setattr(native, "kernels", None)
+    elif native.kernels is None:
+        pytest.skip("plsc.data._native is not built")
 
 
 @pytest.mark.usefixtures("kernels")
@@ -44,3 +46,25 @@ def test_normalise_is_the_rounded_quotient(channels: int) -> None:
     assert torch.equal(out[:-1], exact) and out[-1].isnan().all()
     strided = every.transpose(1, 2)
     assert torch.equal(pixels.normalise(strided, torch.empty(strided.shape)), exact.transpose(1, 2))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10**18 + 5), st.integers(0, 10**19)), max_size=6), st.data())
+def test_lines_of_an_index_in_c_and_in_numpy(rows: list[tuple[int, int]], data: st.DataObject) -> None:
+    """The native parser and its twin: the same numbers, and the same texts left to the slow way."""
+    if native.kernels is None:
+        pytest.skip("plsc.data._native is not built")
+    text = b"".join(b"%d\t%d\n" % row for row in rows)
+    if data.draw(st.booleans()) and text:
+        place = data.draw(st.integers(0, len(text) - 1))
+        text = (
+            text[:place]
+            + data.draw(st.sampled_from([b"", b"\t", b"\n", b" ", b"-", b"7", b"\x00", b"\xff"]))
+            + text[place + 1 :]
+        )
+    got = recordio._parse_plain(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "kernels", None)
+        expected = recordio._parse_plain(text) if text else np.empty((0, 2), np.int64)
+    assert (got is None) == (expected is None)
+    assert got is None or np.array_equal(got, expected)

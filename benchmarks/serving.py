@@ -2,15 +2,17 @@
 
     python benchmarks/serving.py search [--rows 1000000] [--dim 512] [--repeats 5]
     python benchmarks/serving.py service [--backbone iresnet50] [--seconds 60]
-    python benchmarks/serving.py load [--backbone mobilefacenet] [--minutes 10]
+    python benchmarks/serving.py load [--backbone mobilefacenet] [--seconds 600]
+    python benchmarks/serving.py embed [--backbone iresnet50] [--images 512] [--folder DIR_OR_ZIP] [--workers 0]
 
 search: exact search by blocks against the bare products over the same rows, memory beyond the rows, recall of fp16 and
-int8. service: images a CPU second of the server at 16 clients against ONNX Runtime's own rate for batches of 16.
-load: clients with bad requests among good ones; memory over time and every status that came.
+int8. service: images a CPU second of the server at 16 clients against ONNX Runtime's own rate for batches of 16, and
+how long the answers take. load: 16 clients, a third of whose requests are bad; memory, open files and threads of the
+server over time, every status that came, and a verdict: the exit status is 1 where an answer is not the one that was
+asked for, or where memory grows. embed: what plsc-embed does against decoding and the network done bare.
 """
 
 import argparse
-import http.client
 import io
 import os
 import re
@@ -28,12 +30,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from misbehaviour import Tally, misbehave, verdict
 from PIL import Image
 
+from plsc.comm import LocalCommunicator
+from plsc.data import ImageFolder
+from plsc.data.images import decode_image
 from plsc.models import build
 from plsc.serve.bundle import Bundle, write_bundle
-from plsc.serve.client import Client, ServiceError
+from plsc.serve.client import Client
 from plsc.serve.index import Index, quantize, recall
+from plsc.train.bulk import embed_to_file
 from plsc.train.export import export_centres, export_onnx, model_digest
 
 CLIENTS = 16
@@ -41,19 +48,21 @@ CLIENTS = 16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("search", "service", "load"))
+    parser.add_argument("what", choices=("search", "service", "load", "embed"))
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--queries", type=int, default=256, help="that recall is measured with")
     parser.add_argument("--backbone", default="iresnet50")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of service or load; 600 is the load to believe")
+    parser.add_argument("--images", type=int, default=512, help="that embed makes, unless it is given a folder")
+    parser.add_argument("--folder", help="that embed reads: NAME/*.jpg of 112 x 112, or a .zip of it")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read for embed")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    {"search": search, "service": service, "load": load}[args.what](args)
+    {"search": search, "service": service, "load": load, "embed": embed}[args.what](args)
 
 
 # ---- search
@@ -161,54 +170,94 @@ def load(args: argparse.Namespace) -> None:
         folder = make_bundle(Path(scratch), args.backbone)
         size = Bundle.open(folder).manifest.image_size
         images = [picture(seed, size) for seed in range(CLIENTS)]
-        flags = ("--threads", str(args.threads), "--gallery", str(Path(scratch) / "gallery"))
+        flags = ("--threads", str(args.threads), "--gallery", str(Path(scratch) / "gallery"), "--max-mb", "1")
         with Server(folder, *flags) as server:
-            counted: Counter[Any] = Counter()
-            stop = time.perf_counter() + 60 * args.minutes
-            threads = [
-                threading.Thread(target=misbehave, args=(server.url, images, number, stop, counted))
-                for number in range(CLIENTS)
-            ]
+            tally, stop = Tally(), time.perf_counter() + args.seconds
+            given = [(server.url, images, number, stop, tally) for number in range(CLIENTS)]
+            threads = [threading.Thread(target=misbehave, args=one) for one in given]
             for thread in threads:
                 thread.start()
             sizes = []
             while time.perf_counter() < stop:
-                time.sleep(min(10, max(0.1, stop - time.perf_counter())))
+                time.sleep(min(max(1.0, args.seconds / 60), max(0.1, stop - time.perf_counter())))
                 sizes.append(server.memory())
-                print(f"  {server.memory() / 2**20:7.1f} MiB   {dict(sorted(counted.items(), key=str))}", flush=True)
+                held = f"{sizes[-1] / 2**20:7.1f} MiB, {server.open_files()} files, {server.threads()} threads"
+                print(f"  {held}; {sum(tally.answers.values())} answers, {sum(tally.wrong.values())} wrong", flush=True)
             for thread in threads:
                 thread.join()
-            third = len(sizes) // 3
-            early, late = statistics.median(sizes[third : 2 * third or 1]), statistics.median(sizes[2 * third :])
-            print(f"memory: {early / 2**20:.1f} MiB in the middle third, {late / 2**20:.1f} MiB in the last")
-            print(f"answers {dict(counted)}")
+            time.sleep(1)  # for connections to be taken down
+            at_rest = f"{server.open_files()} files, {server.threads()} threads"
+        told = verdict(tally, sizes)
+        counted = dict(sorted(tally.answers.items(), key=str))
+        print(f"{args.backbone}, {args.seconds:g} s, {CLIENTS} clients: answers {counted}")
+        print(f"at rest afterwards: {at_rest}")
+        print("\n".join(told))
+        if any(line.startswith("FAIL") for line in told):
+            raise SystemExit(1)
 
 
-def misbehave(url: str, images: list[bytes], seed: int, stop: float, counted: Counter[Any]) -> None:
-    """A client of which a third of the requests are bad."""
-    rng = np.random.default_rng(seed)
-    client = Client(url, timeout=120)
-    while time.perf_counter() < stop:
-        kind, image = int(rng.integers(9)), images[int(rng.integers(len(images)))]
-        try:
-            if kind == 0:
-                client.embed([image[: len(image) // 2]])
-            elif kind == 1:
-                client.search(embeddings=[[float("nan")] * 3])
-            elif kind == 2:
-                client.embed([os.urandom(20_000)] * 3)
-            elif kind == 3:
-                client.remove(client.add(f"name {seed}", [image])[0])
-            elif kind == 4:
-                client.verify([image, image])
-            else:
-                client.search([image], k=10)
-            counted[200] += 1
-        except ServiceError as error:
-            counted[error.status] += 1
-        except (OSError, http.client.HTTPException) as error:
-            counted[type(error).__name__] += 1
-            client = Client(url, timeout=120)
+# ---- embed
+
+
+def embed(args: argparse.Namespace) -> None:
+    """Rounds of both; the bare one does what cannot be left out: read, decode, make floats, run the network twice."""
+    torch.manual_seed(0)
+    model = build(args.backbone, 512, image_size=112, in_channels=3).eval()
+    with tempfile.TemporaryDirectory() as scratch:
+        data = ImageFolder(args.folder or make_folder(Path(scratch) / "images", args.images), image_size=112)
+        target, batch = Path(scratch) / "out.safetensors", args.batch
+
+        def bare() -> np.ndarray:
+            found, pixels = [], np.empty((batch, 112, 112, 3), np.uint8)
+            with torch.no_grad():
+                for start in range(0, len(data), batch):
+                    count = min(batch, len(data) - start)
+                    for k in range(count):
+                        pixels[k] = decode_image(data.encoded(start + k), 112)
+                    x = torch.from_numpy(pixels[:count]).permute(0, 3, 1, 2).float().sub_(127.5).div_(127.5)
+                    found.append((model(x) + model(x.flip(-1))).numpy())
+            return np.concatenate(found)
+
+        def ours() -> None:
+            given = {"source": "images", "comm": LocalCommunicator(), "workers": args.workers}
+            embed_to_file(model, data, target, batch_size=batch, **given)
+
+        works = {"bare": bare, "plsc-embed": ours}
+        for work in works.values():
+            work()  # memory and caches
+        spent: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
+        for number in range(args.repeats):
+            for name in sorted(works, reverse=bool(number % 2)):  # who goes first takes turns
+                spent[name].append(both_clocks(works[name]))
+        print(f"{args.backbone}, {len(data)} images, batches of {batch}, {args.workers} worker(s)")
+        for name, values in spent.items():
+            busy, passed = (len(data) / statistics.median(column) for column in zip(*values, strict=True))
+            print(f"  {name:10} {busy:8.1f} images a CPU second, {passed:8.1f} a second of the clock")
+        pairs = list(zip(spent["bare"], spent["plsc-embed"], strict=True))
+        for k, clock in enumerate(("CPU seconds", "the clock")):
+            ratios = [one[k] / other[k] for one, other in pairs]
+            words = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+            print(f"plsc-embed / bare by {clock}: {words}, median and range of {args.repeats} rounds")
+
+
+def both_clocks(work: Callable[[], object]) -> tuple[float, float]:
+    """CPU seconds of this process and of those it has ended, and seconds."""
+
+    def busy() -> float:
+        times = os.times()
+        return times.user + times.system + times.children_user + times.children_system
+
+    before, started = busy(), time.perf_counter()
+    work()
+    return busy() - before, time.perf_counter() - started
+
+
+def make_folder(folder: Path, count: int) -> Path:
+    for number in range(count):
+        place = folder / f"{number % 50:03d}"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number:06d}.jpg").write_bytes(picture(number, 112))
+    return folder
 
 
 # ---- what they share
@@ -238,6 +287,12 @@ class Server:
     def cpu_seconds(self) -> float:
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def open_files(self) -> int:
+        return len(os.listdir(f"/proc/{self._process.pid}/fd"))
+
+    def threads(self) -> int:
+        return len(os.listdir(f"/proc/{self._process.pid}/task"))
 
     def memory(self) -> int:
         return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -26,8 +26,16 @@ from plsc.train.checkpoint import Checkpoints
 from plsc.train.config import Config, dump, from_dict, list_recipes, load_recipe, read_recipe
 from plsc.train.elastic import run_again
 from plsc.train.failures import EXIT_DIVERGED, EXIT_FAILURE, EXIT_USAGE, exit_code, told
-from plsc.train.launch import EXIT_INTERRUPTED, Outcome, die_with_parent, launch, report, scratch_folder
-from plsc.train.preflight import check_folder
+from plsc.train.launch import (
+    EXIT_INTERRUPTED,
+    Outcome,
+    answer_launcher,
+    die_with_parent,
+    launch,
+    report,
+    scratch_folder,
+)
+from plsc.train.preflight import check_folder, opening
 
 PS_TASKS = ("ctr", "word2vec")
 T = TypeVar("T")
@@ -218,7 +226,8 @@ def _data(args: argparse.Namespace) -> int:
             check_folder(os.path.dirname(getattr(args, name)) or ".", f"the folder of {name.upper()}")
     if args.command == "align":
         if args.landmarks:
-            faces = align.read_landmarks(args.landmarks, source)
+            with opening("--landmarks", args.landmarks):
+                faces = align.read_landmarks(args.landmarks, source)
         else:
             faces = align.find_faces(source, align.open_detector(), progress=_Bar("finding faces"))
         if args.save_landmarks:
@@ -314,10 +323,29 @@ def _again(
     return _guarded(run)
 
 
+def _plan_here(args: Sequence[str]) -> list[str]:
+    """--plan without a word after it is --plan here."""
+    alone = [arg == "--plan" and after.startswith("-") for arg, after in itertools.pairwise([*args, "-"])]
+    return ["--plan=here" if bare else arg for arg, bare in zip(args, alone, strict=True)]
+
+
+def _plan(config: Config) -> int:
+    """What fits, said by one rank alone."""
+    from plsc.train import run  # noqa: F401  what a training process has loaded counts
+    from plsc.train.plan import plan
+
+    started = Launch.read()
+    if started is not None and started.rank > 0:
+        return 0
+    return 0 if plan(config, say=print) else EXIT_FAILURE
+
+
 def _start(command: str, config: Config, extra: Sequence[str] = ()) -> int:
     """In this process, or in `nproc` ranks of it where no launcher has started this one."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for "module:attr" in recipes
+    if command == "train" and config.plan:
+        return _plan(config)
     started = Launch.read()
     if command == "train":
         check_folder(config.out, "--out")
@@ -369,6 +397,7 @@ def _work(command: str, config: Config, extra: Sequence[str]) -> int:
     """This process's part of a command, as one rank of a world or alone."""
     if Launch.read() is not None:
         die_with_parent()
+        answer_launcher()
     if config.check and command == "train":
         from plsc.train.check import check
 
@@ -434,7 +463,7 @@ def _logging_to_stdout(comm: Communicator) -> Iterator[None]:
 def _parse(prog: str, args: Sequence[str]) -> Config:
     """The recipe, overridden by flags."""
     recipe = load_recipe(args[0])
-    config = _override(prog, recipe, args[1:])
+    config = _override(prog, recipe, _plan_here(args[1:]))
     asked = any(arg.partition("=")[0].replace("_", "-") == "--head.margin-args" for arg in args)
     known = ":" in config.head.margin or config.head.margin in (*MARGINS, "linear")  # else build_margin says so
     if known and recipe.head.margin_args and config.head.margin != recipe.head.margin and not asked:

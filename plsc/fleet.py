@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -35,6 +36,8 @@ from plsc.strategies import (
     parse_recompute,
     recompute,
 )
+
+logger = logging.getLogger(__name__)
 
 AMP = ("fp32", "bf16", "fp16")
 T = TypeVar("T")
@@ -197,6 +200,7 @@ class Fleet:
         self.stores: list[SparseStore] = []
         self._route: Communicator | None = None  # what gradients travel on
         self._names: dict[int, str] = {}  # of replicated parameters
+        self._unreached: list[_Unreached] = []  # modules of which no parameter has had a gradient yet
         self._checked: set[int] = set()
         self._micro = 0
         self._pending: list[RowUpdate] = []
@@ -222,6 +226,7 @@ class Fleet:
         broadcast_parameters(module, self.comm)
         self._names |= {id(param): name for name, param in module.named_parameters()}
         self._spread(module)
+        self._unreached.append(_Unreached(module))
         return module
 
     def embedding(
@@ -324,6 +329,7 @@ class Fleet:
         self._micro = 0
         for reducer in self.reducers:
             reducer.finish()
+        self._check_reached(optimizer)
         return self._finish(optimizer)
 
     def meet(self, optimizer: Optimizer) -> None:
@@ -506,6 +512,39 @@ class Fleet:
                         "replicated nor cut; pass its module through fleet.replicate(module)"
                     )
         self._checked.add(id(optimizer))
+
+    def _check_reached(self, optimizer: Optimizer) -> None:
+        """Says so, once, where a module is to be trained and the loss of its first step does not depend on it."""
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for module in [each for each in self._unreached if not each.params.isdisjoint(stepped)]:
+            self._unreached.remove(module)
+            if module.close() and self.rank == 0:
+                logger.warning(
+                    "none of the %d trainable parameters of %s that the optimizer has got a gradient: the loss does "
+                    "not depend on them, and they only decay; was its output made under torch.no_grad() or detached? "
+                    "If only the head is to be trained, leave them out of the optimizer, or call "
+                    "requires_grad_(False) before fleet.replicate",
+                    len(module.params & stepped),
+                    module.name,
+                )
+
+
+class _Unreached:
+    """Listens whether autograd comes to any parameter of a module, until it has or its first step has been taken."""
+
+    def __init__(self, module: nn.Module) -> None:
+        params = [param for param in module.parameters() if param.requires_grad]
+        self.name, self.params, self._reached = type(module).__name__, {id(param) for param in params}, False
+        self._handles = [param.register_post_accumulate_grad_hook(self._note) for param in params]
+
+    def close(self) -> bool:
+        """Stops listening; whether no gradient has come."""
+        for handle in self._handles:
+            handle.remove()
+        return not self._reached
+
+    def _note(self, _: Tensor) -> None:
+        self._reached = True
 
 
 def _options(kind: type[T], args: dict[str, Any], where: str) -> T:

@@ -113,7 +113,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 FLAGS = """
-seed epochs max-steps batch-size log-every save-every keep out resume nproc timeout max-restarts check export
+seed epochs max-steps batch-size log-every save-every keep out resume nproc timeout max-restarts check plan export
 data.kind data.path data.root data.cache data.image-size data.channels data.num-classes data.workers
 data.on-bad-image data.per-class data.flip data.crop data.augment data.fonts data.min-faces data.held-out
 data.num-samples data.labels

@@ -1,6 +1,8 @@
 """Fleet: one agreed step on any number of ranks, in every precision, accumulated or clipped."""
 
+import logging
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -127,6 +129,67 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_any_change() -> 
         return torch.equal(before, layer.weight)
 
     assert run_ranks(3, run) == [True] * 3
+
+
+def detached(x: Tensor, net: torch.nn.Module) -> Tensor:
+    return net(x).detach()
+
+
+def without_gradients(x: Tensor, net: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        return net(x)
+
+
+def partly(x: Tensor, net: torch.nn.Module) -> Tensor:
+    return net[1](net[0](x).detach())
+
+
+CUT = "none of the 4 trainable parameters of Sequential that the optimizer has got a gradient"
+
+
+@pytest.mark.parametrize("options", [{}, {"local_sgd": 2}, {"compress": "dgc"}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("forward", "trained", "said"),
+    [
+        (detached, True, [CUT]),
+        (without_gradients, True, [CUT]),
+        (partly, True, []),
+        (lambda x, net: net(x), True, []),
+        (detached, False, []),  # a head alone, on fixed features
+    ],
+    ids=["detached", "no_grad", "partly", "reached", "head alone"],
+)
+def test_a_backbone_that_gets_no_gradient_is_said_once(
+    forward: Callable[..., Tensor], trained: bool, said: list[str], options: dict, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(comm: Communicator) -> list[Tensor]:
+        fleet = plsc.Fleet(plsc.Strategy(**options), comm)
+        net = fleet.replicate(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+        head = plsc.ClassParallelHead(4, 6, comm=comm)
+        optimizer = torch.optim.SGD([*(net.parameters() if trained else []), *head.parameters()], 0.1)
+        before = [param.detach().clone() for param in net.parameters()]
+        for turn in range(4):
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(turn))
+            fleet.step(head(forward(x, net), torch.tensor([0, 5])), optimizer)
+        listening = [len(param._post_accumulate_grad_hooks or {}) - len(fleet.reducers) for param in net.parameters()]
+        assert not trained or max(listening) <= 0  # nobody does any more
+        return [(param != old).any() for param, old in zip(net.parameters(), before, strict=True)]
+
+    with caplog.at_level(logging.WARNING, "plsc"):
+        moved = run_ranks(2, run)[0]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == said
+    assert any(moved) == (trained and not said)
+
+
+def test_a_module_of_another_optimizer_waits_for_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+    """Two networks that are trained in turn: each is looked at when the optimizer that has it steps."""
+    fleet = plsc.Fleet(plsc.Strategy(), LocalCommunicator())
+    one, two = (fleet.replicate(torch.nn.Linear(2, 1)) for _ in range(2))
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (one, two)]
+    with caplog.at_level(logging.WARNING, "plsc"):
+        fleet.step(one(torch.ones(1, 2)).sum(), optimizers[0])
+        fleet.step(two(torch.ones(1, 2)).sum(), optimizers[1])
+    assert not caplog.records
 
 
 def test_a_parameter_nobody_syncs_is_refused() -> None:

@@ -1,5 +1,6 @@
 """Processes that read batches for a loader: tasks dealt in turn, answers in their order, a death named at once."""
 
+import gc
 import multiprocessing
 import os
 import random
@@ -158,6 +159,7 @@ def _work(reader: Reader, end: Connection, others: list[Connection], seed: int) 
         signal.signal(number, signal.SIG_DFL)
     for other in others:
         other.close()
+    gc.freeze()  # what a fork inherits is not its own: ending a transport would wait for threads that are not here
     torch.set_num_threads(1)
     random.seed(seed)  # for data sets that draw from a global generator: not the same numbers in each process
     np.random.seed(seed % 2**32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,10 +13,13 @@ from plsc.nn.class_parallel import IGNORE, ClassParallelModule, check_batch, che
 from plsc.nn.margins import ArcFace, Margin
 from plsc.ops.cross_entropy import sharded_cross_entropy
 from plsc.ops.formats import is_wide
+from plsc.ops.kernels import sample_classes
 from plsc.ops.optim import RowOptimizer
-from plsc.ops.sampling import sample_classes
 from plsc.ops.sweep import Problem, Scoring
 from plsc.ops.topk import class_topk, split_topk
+
+if TYPE_CHECKING:
+    from plsc.nn.stored import RowStore
 
 TOPK_ROWS = 4096  # of a weight in fewer bits that are turned into floats at once
 
@@ -37,11 +42,20 @@ class ClassParallelHead(ClassParallelModule):
             a torch optimizer over the whole weight would move them by weight decay and momentum, and read them all.
         weight_dtype: how the weight is kept, "fp32" | "split" (exact floats; products are made with their upper halves,
             bfloat16) | "bf16" (rounded at random); the last two need a head_optimizer. See also SGD's state_dtype.
+        weight: None: the centres are a parameter. A store of rows (plsc.ps.Table, a table on servers): they lie there
+            and its rule steps them, with sample_rate below 1; see plsc.nn.stored.StoredHead and docs/ps.md.
         seed: initial centres and class sampling depend on (seed, class id, step) alone, never on the rank.
         block: classes of one pass, by default from a memory budget.
         cache_mb: exponentials kept for the backward at most (MiB); the rest is computed anew.
         cache_dtype: "fp32" | "bf16": twice as many of them, and gradients of the weight to three digits.
     """
+
+    def __new__(cls, *args: Any, weight: RowStore | None = None, **options: Any) -> ClassParallelHead:
+        if weight is not None and cls is ClassParallelHead:
+            from plsc.nn.stored import StoredHead  # which is one of these
+
+            return super().__new__(StoredHead)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -54,12 +68,15 @@ class ClassParallelHead(ClassParallelModule):
         sub_centers: int = 1,
         filter_threshold: float | None = None,
         head_optimizer: RowOptimizer | None = None,
+        weight: RowStore | None = None,
         weight_dtype: str = "fp32",
         seed: int = 0,
         block: int | None = None,
         cache_mb: float = 256.0,
         cache_dtype: str = "fp32",
     ) -> None:
+        if weight is not None:
+            self._check_options(head_optimizer, weight_dtype, sample_rate)
         super().__init__(
             embedding_size,
             num_classes,
@@ -79,10 +96,25 @@ class ClassParallelHead(ClassParallelModule):
             raise ValueError(f"margin is {margin!r}, expected a plsc.Margin such as plsc.ArcFace()")
         self.margin = ArcFace() if margin is None else margin
         self.filter_threshold = filter_threshold
+        if weight is not None:
+            self._attach(weight)
 
-    def _loss(self, embeddings: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    def _check_options(self, head_optimizer: RowOptimizer | None, weight_dtype: str, sample_rate: float) -> None:
+        """ValueError where these do not go with a store."""
+        raise ValueError(
+            f"{type(self).__name__} keeps its classes in memory; got weight=, expected ClassParallelHead or a "
+            "subclass of plsc.nn.stored.StoredHead"
+        )
+
+    def _attach(self, store: RowStore) -> None:
+        raise NotImplementedError
+
+    def _check_inputs(self, embeddings: Tensor, labels: Tensor) -> None:
         check_weight(self.weight, self.weight_dtype)
         check_batch(embeddings, labels, self.weight)
+
+    def _loss(self, embeddings: Tensor, labels: Tensor, reduction: str) -> Tensor:
+        self._check_inputs(embeddings, labels)
         margin, dtype = self.margin, self.dtype
         training = self.training and torch.is_grad_enabled()
         unit, norms = normalize(embeddings.to(dtype))
@@ -125,12 +157,17 @@ class ClassParallelHead(ClassParallelModule):
         )
         factors = sample_factors(y, self.comm, unit.dtype, reduction)
         own_norms = norms if margin.needs_norms else None
-        loss = sharded_cross_entropy(unit, own_norms, self.weight, None, problem, factors=factors, reduction=reduction)
+        loss = self._cross_entropy(unit, own_norms, problem, factors=factors, reduction=reduction)
         extra = margin.regularizer(norms)
         if extra is None:
             return loss
         extra = extra * factors[self.comm.rank * len(labels) :][: len(labels)]
         return loss + (extra.sum() if reduction == "sum" else extra)
+
+    def _cross_entropy(
+        self, unit: Tensor, norms: Tensor | None, problem: Problem, *, factors: Tensor, reduction: str
+    ) -> Tensor:
+        return sharded_cross_entropy(unit, norms, self.weight, None, problem, factors=factors, reduction=reduction)
 
     def _observe(self, own: Tensor | None, labels: Tensor, norms: Tensor) -> None:
         """Lets the margin update its running statistics, from the valid samples of the global batch."""

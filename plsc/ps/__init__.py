@@ -7,10 +7,12 @@ from plsc.ps.geo import Geo
 from plsc.ps.host import Host, Seat
 from plsc.ps.keys import hash_strings, slot_keys
 from plsc.ps.modes import Async, Communicator, Direct, HalfAsync, Sync
-from plsc.ps.rules import FTRL, RULES, SGD, Adagrad, Adam, Momentum, PythonRule, RowAdagrad, Rule
+from plsc.ps.native_rule import NativeRule
+from plsc.ps.rules import FTRL, RULES, SGD, Adagrad, Adam, AdamW, Momentum, PythonRule, RowAdagrad, Rule
 from plsc.ps.serving import Served, export
 from plsc.ps.store import SharedStore, Store, WorkerMissing
 from plsc.ps.table import Table
+from plsc.ps.tables import SlotEmbedding, Tables
 from plsc.ps.words import WordLoop
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "AdamW",
     "Async",
     "Communicator",
     "Direct",
@@ -34,6 +37,7 @@ __all__ = [
     "HalfAsync",
     "Host",
     "Momentum",
+    "NativeRule",
     "PythonRule",
     "Refused",
     "RemoteStore",
@@ -44,10 +48,12 @@ __all__ = [
     "Server",
     "ServerLost",
     "SharedStore",
+    "SlotEmbedding",
     "SparseEmbedding",
     "Store",
     "Sync",
     "Table",
+    "Tables",
     "WordLoop",
     "WorkerMissing",
     "connect",

@@ -16,6 +16,7 @@ from plsc.ps.table import Table
 logger = logging.getLogger(__name__)
 
 POOLINGS = ("sum", "mean", "none")
+TOLD = 512  # bytes of what a state_dict says of the table: as many before and after a save, for shapes are compared
 
 
 class _Pulled(torch.autograd.Function):
@@ -139,7 +140,7 @@ class SparseEmbedding(nn.Module):
     def get_extra_state(self) -> Tensor:
         """Which table this is, as the bytes of a JSON text in a tensor: checkpoints need no pickle for it."""
         text = json.dumps({"dim": self.table.dim, "rule": self.table.rule.name, "save": self.table.last_save})
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(text.encode().ljust(TOLD)), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
         told = json.loads(bytes(state.tolist()))

@@ -27,6 +27,7 @@ class Geo(Communicator):
     """
 
     store: SharedStore
+    averages = True
 
     def __init__(
         self,

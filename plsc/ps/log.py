@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from plsc.ps.host import Client, Closing, Host
+from plsc.ps.rules import RULES
 from plsc.ps.table import Table
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,8 @@ class State:
             host = Host(table, name=name)
             if name in known["tables"]:
                 assert last is not None
-                saved = Table.load(last / f"{name}.table", **options[name])
+                own = None if table.rule.name in RULES else table.rule
+                saved = Table.load(last / f"{name}.table", rule=own, **options[name])
                 _same(table, saved, last / f"{name}.table")
                 host = Host(saved, name=name)
                 host.restore(known["tables"][name])

@@ -39,6 +39,8 @@ class Communicator:
     An error of the sender is raised by the next pull, push or flush.
     """
 
+    averages = False  # True: what a worker pushes is divided by the number of workers
+
     def __init__(
         self,
         store: Store,
@@ -277,6 +279,7 @@ class Sync(Communicator):
     """
 
     store: SharedStore
+    averages = True
 
     def __init__(self, store: SharedStore, *, workers: int, deadline: float = 60.0) -> None:
         super().__init__(store)

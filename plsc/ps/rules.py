@@ -22,13 +22,16 @@ class Rule:
     clip_value: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in self.constants().items():
             if not np.isfinite(value) or value < 0:
                 raise ValueError(f"{type(self).__name__}: got {name}={value}, expected a finite number, 0 or more")
             if name in ("momentum", "beta1", "beta2") and value >= 1:
                 raise ValueError(f"{type(self).__name__}: got {name}={value}, expected less than 1")
 
-    def options(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def options(self, dim: int) -> dict[str, Any]:
         """What the native core reads."""
         return {"kind": self.name, **asdict(self)}
 
@@ -81,6 +84,17 @@ class Adam(Rule):
 
 
 @dataclass(frozen=True)
+class AdamW(Rule):
+    """Adam as above, but weight_decay takes lr * weight_decay off the value itself, as torch.optim.AdamW."""
+
+    name = "adamw"
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
 class FTRL(Rule):
     """FTRL-proximal (McMahan et al. 2013, algorithm 1) with alpha = lr; l1 makes weights exactly 0. State: 2 * dim.
 
@@ -108,4 +122,52 @@ class PythonRule(ABC):
         """Change values [K, dim] and state [K, state_size] in place by grads [K, dim]; every row is another key's."""
 
 
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SGD, Momentum, Adagrad, RowAdagrad, Adam, FTRL)}
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SGD, Momentum, Adagrad, RowAdagrad, Adam, AdamW, FTRL)}
+
+
+def as_rule(rule: str | Rule | PythonRule) -> Rule | PythonRule:
+    """A rule by its name, or what is one already."""
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(f"rule: got {rule!r}, expected one of {', '.join(RULES)}")
+        return RULES[rule]()
+    if isinstance(rule, PythonRule) or (isinstance(rule, Rule) and rule.name):
+        return rule
+    raise ValueError(
+        f"rule: got {rule!r}, expected one of {', '.join(RULES)}, a rule of plsc.ps, a NativeRule or a PythonRule"
+    )
+
+
+def core_options(rule: Rule | PythonRule, dim: int, lr: float) -> dict[str, Any]:
+    """The rule as the native core takes it, for rows of `dim` components."""
+    if isinstance(rule, PythonRule):
+        return {"kind": "custom", "custom_state": check_state(rule.state_size(dim))}
+    # A newborn FTRL row's z follows from its value, and the rate it is inverted with is the one of now.
+    return {**rule.options(dim), **({"initial": lr} if isinstance(rule, FTRL) else {})}
+
+
+def check_state(size: int) -> int:
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= 1 << 20:
+        raise ValueError(f"state_size: got {size!r}, expected a whole number from 0 to {1 << 20}")
+    return size
+
+
+def describe(rule: Rule | PythonRule) -> dict[str, Any]:
+    """The rule as files and servers tell of it."""
+    return {"name": rule.name, **({} if isinstance(rule, PythonRule) else rule.constants())}
+
+
+def rule_of_save(described: dict[str, Any], state: int, dim: int, given: Rule | PythonRule | None) -> Rule | PythonRule:
+    """The rule a table was saved with: made anew, or `given` where it is the user's own; ValueError if not that one."""
+    name = described["name"]
+    if given is None and name in RULES:
+        return RULES[name](**{key: value for key, value in described.items() if key != "name"})
+    if given is None or given.name != name or _own_state(given, dim) != state:
+        got = None if given is None else given.name
+        raise ValueError(f"was saved with the rule {name!r}, got {got!r}; give rule= that one")
+    return given
+
+
+def _own_state(rule: Rule | PythonRule, dim: int) -> int:
+    """Floats of state a row under a rule of the user's own."""
+    return rule.state_size(dim) if isinstance(rule, PythonRule) else int(rule.options(dim).get("custom_state", 0))

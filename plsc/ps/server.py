@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from plsc.ps import wire as w
 from plsc.ps.host import Client, Closing, Host
 from plsc.ps.log import State
 from plsc.ps.metrics import Meter, page, serve_page
-from plsc.ps.rules import PythonRule
+from plsc.ps.rules import describe
 from plsc.ps.store import WorkerMissing
 from plsc.ps.table import Table
 
@@ -171,7 +170,7 @@ class Server:
         rule, table = host.table.rule, host.table
         hello = {
             "dim": table.dim,
-            "rule": {"name": rule.name, **({} if isinstance(rule, PythonRule) else asdict(rule))},
+            "rule": describe(rule),
             "lr": table.lr,
             "counters": table.keeps_counters,
             "birth": table.birth(),

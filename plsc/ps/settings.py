@@ -3,13 +3,15 @@
 import inspect
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from plsc.ps.rules import RULES
+from plsc.ps.native_rule import SUFFIXES, NativeRule
+from plsc.ps.rules import RULES, Rule
 from plsc.ps.table import Table
 
 # name -> types that are taken
@@ -62,7 +64,7 @@ def read_settings(path: str | PathLike[str], overrides: Mapping[str, Any]) -> tu
     for name, options in tables.items():
         if not name.replace("_", "").replace("-", "").isalnum():
             raise ValueError(f"{where}: got table {name!r}, expected letters, digits, '_' and '-'")
-        made[name], again[name] = _table(options, f"{where}: [tables.{name}]")
+        made[name], again[name] = _table(options, f"{where}: [tables.{name}]", where.parent)
     return made, {**_access(server, where), "load_options": again}
 
 
@@ -80,21 +82,30 @@ def _access(server: dict[str, Any], where: Path) -> dict[str, Any]:
     return server
 
 
-def _table(options: Any, where: str) -> tuple[Table, dict[str, Any]]:
+def _table(options: Any, where: str, folder: Path) -> tuple[Table, dict[str, Any]]:
     if not isinstance(options, dict):
         raise ValueError(f"{where} is {options!r}, expected a table of options")
     options = {"locked": True, **options}
     arguments = options.pop("rule_args", {})
     _names(options, list(inspect.signature(Table).parameters), where)
     rule = options.pop("rule", "adagrad")
-    if rule not in RULES:
-        raise ValueError(f"{where} rule is {rule!r}, expected one of {', '.join(RULES)}")
-    _names(arguments, [each.name for each in fields(RULES[rule])], f"{where} rule_args")
+    make = _rule(rule, arguments, where, folder)
     try:
-        table = Table(**options, rule=RULES[rule](**arguments))
+        table = Table(**options, rule=make(**arguments))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} {error}") from None
     return table, {name: options[name] for name in _AGAIN if name in options}
+
+
+def _rule(rule: Any, arguments: Mapping[str, Any], where: str, folder: Path) -> Callable[..., Rule]:
+    """What makes the rule of these arguments: a rule by name, or by the file of one of the user's own."""
+    if rule in RULES:
+        _names(arguments, [each.name for each in fields(RULES[rule])], f"{where} rule_args")
+        return RULES[rule]
+    if not isinstance(rule, str) or Path(rule).suffix not in (*SUFFIXES, ".so"):
+        raise ValueError(f"{where} rule is {rule!r}, expected one of {', '.join(RULES)}, or your own's file (.cc, .so)")
+    _names(arguments, list(inspect.signature(NativeRule).parameters)[1:], f"{where} rule_args")
+    return partial(NativeRule, folder / rule)
 
 
 def _names(got: Mapping[str, Any], known: Any, where: str) -> None:

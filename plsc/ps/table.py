@@ -4,7 +4,6 @@ import json
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from plsc.ps.arrays import Array, as_floats, as_keys, as_output, empty_like_kind
-from plsc.ps.rules import FTRL, RULES, PythonRule, Rule
+from plsc.ps.rules import PythonRule, Rule, as_rule, core_options, describe, rule_of_save
 
 FORMAT = 1
 DTYPES = ("fp32", "fp16", "bf16")
@@ -24,7 +23,7 @@ class Table:
     """Rows [dim] under uint64 keys. A row is made when its key is first pulled (pushed, with admission).
 
     dim          components of a row's value
-    rule         a name of RULES, a Rule, or a PythonRule; what a push does to a row
+    rule         a name of RULES, a Rule, or one of your own (PythonRule, NativeRule); what a push does to a row
     lr           learning rate; assign `table.lr` to follow a schedule
     init         uniform on +-init_scale, normal of that deviation, constant, zeros; depends on (seed, key) alone
     dtype        of values: fp32, fp16, bf16. Optimizer state is fp32
@@ -81,7 +80,7 @@ class Table:
                 f"arena: got {fspath(arena)}, expected an existing folder on the disk that is to hold the rows"
             )
         self.dim = dim
-        self.rule = _rule(rule)
+        self.rule = as_rule(rule)
         self.lr = lr
         self._config: dict[str, Any] = {
             "dim": dim,
@@ -94,7 +93,7 @@ class Table:
         self._core = _core_class()(
             {
                 **self._config,
-                "rule": _native_rule(self.rule, dim, self.lr),
+                "rule": core_options(self.rule, dim, self.lr),
                 "locked": locked,
                 "stripes": stripes,
                 "arena": "" if arena is None else fspath(arena),
@@ -108,6 +107,7 @@ class Table:
         self._bounded = max_rows is not None
         self._saving = threading.Lock()
         self._base: tuple[str, int, int] | None = None  # id, clock and erased rows of the last full save
+        self._saved_as: str | None = None
 
     @property
     def lr(self) -> float:
@@ -121,8 +121,8 @@ class Table:
 
     @property
     def last_save(self) -> str | None:
-        """Id of the last full save, or of the one this table was loaded from."""
-        return None if self._base is None else self._base[0]
+        """Tag of the last full save or of the one this table was loaded from; if it had none, its id."""
+        return self._saved_as
 
     @property
     def keeps_counters(self) -> bool:
@@ -262,11 +262,12 @@ class Table:
         """
         return dict(self._core.stats())
 
-    def save(self, path: str | PathLike[str], *, delta: bool = False) -> int:
+    def save(self, path: str | PathLike[str], *, delta: bool = False, tag: str | None = None) -> int:
         """Write all rows with their state (delta: those touched since the last full save) to one file; how many.
 
         The file appears at `path` whole or not at all. Other threads may go on training: each stripe is written as it
         is at one moment, and waits for the disk meanwhile. OSError when the disk is full; the old file then stands.
+        tag: what `last_save` is to say of it; tables that are saved together get the same.
         """
         with self._saving:
             base, since = None, 0
@@ -286,15 +287,16 @@ class Table:
                 "format": FORMAT,
                 **self._config,
                 "lr": self._lr,
-                "rule": _describe(self.rule),
+                "rule": describe(self.rule),
                 "state": self._core.state_size,
                 "id": name,
+                "tag": tag,
                 "base": base,
                 "clock": cut,
             }
             rows = self._core.save(fspath(path), json.dumps(header).encode(), since)
             if not delta:
-                self._base = (name, cut, erased)
+                self._base, self._saved_as = (name, cut, erased), tag or name
             return int(rows)
 
     @classmethod
@@ -303,7 +305,7 @@ class Table:
         path: str | PathLike[str],
         *,
         deltas: Sequence[str | PathLike[str]] = (),
-        rule: PythonRule | None = None,
+        rule: Rule | PythonRule | None = None,
         locked: bool = False,
         stripes: int = 64,
         arena: str | PathLike[str] | None = None,
@@ -314,22 +316,15 @@ class Table:
     ) -> "Table":
         """The table that `save` wrote, with any number of stripes; then its deltas, oldest first.
 
-        A table with a PythonRule needs one of that name as `rule`.
+        A table with a rule of your own needs one of that name as `rule`.
         """
         header = read_header(path)
         if header["base"] is not None:
             raise ValueError(f"{fspath(path)} is a delta; give its full save as path and this file in deltas")
-        known = header["rule"]
-        if known["name"] in RULES and rule is None:
-            options = {name: value for name, value in known.items() if name != "name"}
-            chosen: Rule | PythonRule = RULES[known["name"]](**options)
-        elif rule is None or rule.name != known["name"] or rule.state_size(header["dim"]) != header["state"]:
-            got = None if rule is None else rule.name
-            raise ValueError(
-                f"{fspath(path)} was saved with the rule {known['name']!r}, got {got!r}; give rule= that one"
-            )
-        else:
-            chosen = rule
+        try:
+            chosen = rule_of_save(header["rule"], header["state"], header["dim"], rule)
+        except ValueError as error:
+            raise ValueError(f"{fspath(path)} {error}") from None
         table = cls(
             header["dim"],
             rule=chosen,
@@ -360,7 +355,24 @@ class Table:
             table.lr = other["lr"]
         table._core.set_clock(clock)
         table._base = (header["id"], header["clock"], table.stats()["evicted"])
+        table._saved_as = header.get("tag") or header["id"]
         return table
+
+    def merge(self, path: str | PathLike[str]) -> None:
+        """Lays the rows of another full save, with their state, over those here: how several tables become one.
+
+        Its table must be of the same kind. A delta cannot follow: the next save is a full one.
+        """
+        header = read_header(path)
+        mine = {**self._config, "rule": describe(self.rule), "state": self._core.state_size, "base": None}
+        if differ := [name for name, value in mine.items() if header[name] != value]:
+            raise ValueError(
+                f"{fspath(path)} and this table differ in {', '.join(differ)}; only full saves of tables that were "
+                "made alike are merged"
+            )
+        self._read(path)
+        self._core.set_clock(max(header["clock"], self.stats()["clock"]))
+        self._base, self._saved_as, self.lr = None, header.get("tag") or header["id"], header["lr"]
 
     def _read(self, path: str | PathLike[str]) -> None:
         try:
@@ -400,28 +412,6 @@ def _core_class() -> Any:
             "install a C++17 compiler (g++), then install plsc again"
         ) from None
     return Core
-
-
-def _rule(rule: str | Rule | PythonRule) -> Rule | PythonRule:
-    if isinstance(rule, str):
-        _one_of("rule", rule, tuple(RULES))
-        return RULES[rule]()
-    if isinstance(rule, PythonRule) or (isinstance(rule, Rule) and rule.name in RULES):
-        return rule
-    raise ValueError(f"rule: got {rule!r}, expected one of {', '.join(RULES)}, a rule of plsc.ps or a PythonRule")
-
-
-def _native_rule(rule: Rule | PythonRule, dim: int, lr: float) -> dict[str, Any]:
-    if isinstance(rule, PythonRule):
-        size = rule.state_size(dim)
-        _between("state_size", size, 0, 1 << 20)
-        return {"kind": "custom", "custom_state": size}
-    # A newborn FTRL row's z follows from its value, and the rate it is inverted with is the one of now.
-    return {**rule.options(), **({"initial": lr} if isinstance(rule, FTRL) else {})}
-
-
-def _describe(rule: Rule | PythonRule) -> dict[str, Any]:
-    return {"name": rule.name, **({} if isinstance(rule, PythonRule) else asdict(rule))}
 
 
 def _rounds(keys: np.ndarray) -> Iterator[np.ndarray]:

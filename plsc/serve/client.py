@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import secrets
+import selectors
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,8 +42,8 @@ class Client:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url: got {url!r}, expected such as http://127.0.0.1:8000")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise ValueError(f"url: got {url!r}, expected such as http://127.0.0.1:8000, without a path")
         if parts.scheme == "https":
             self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
                 parts.hostname, parts.port, timeout=timeout, context=tls
@@ -108,6 +109,7 @@ class Client:
 
     def _json(self, method: str, path: str, *, body: bytes | None = None, kind: str | None = None) -> Any:
         headers = dict(self._headers) | ({} if kind is None else {"Content-Type": kind})
+        self._drop_if_ended()
         try:
             self._connection.request(method, path, body, headers)
             answer = self._connection.getresponse()
@@ -128,6 +130,15 @@ class Client:
             except (ValueError, KeyError, TypeError):
                 raise ServiceError(answer.status, content[:200].decode(errors="replace"), "") from None
         return json.loads(content) if content else None
+
+    def _drop_if_ended(self) -> None:
+        """Lets go of a connection that the service has closed for being idle: only then has it something to read."""
+        if self._connection.sock is None:
+            return
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._connection.sock, selectors.EVENT_READ)
+            if waiting.select(timeout=0):
+                self._connection.close()
 
 
 def _given(images: Sequence[Image], embeddings: ArrayLike | None) -> dict[str, Any]:

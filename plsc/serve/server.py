@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import socket
+import ssl
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +24,9 @@ from plsc.serve.service import Service
 logger = logging.getLogger(__name__)
 
 HEAD_SECONDS = 10.0  # for a connection to send the head of its request
+ANSWER_SECONDS = 30.0  # for a client to take what it asked for
 MIN_TOKEN = 16
+BACKLOG = 512
 TOKEN_VARIABLE = "PLSC_TOKEN"
 
 
@@ -37,7 +42,7 @@ class Address:
     max_connections: int = 512
 
     def check(self) -> None:
-        """Raises ValueError for an address that others reach without a token, and for half a TLS configuration."""
+        """Raises ValueError for an address that others reach without a token, and for TLS files that will not do."""
         if not is_loopback(self.host) and self.token is None:
             raise ValueError(
                 f"host: {self.host} can be reached by other machines and no token is set; expected one in "
@@ -47,9 +52,10 @@ class Address:
             raise ValueError(f"token: got {len(self.token)} characters, expected {MIN_TOKEN} or more of ASCII")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("TLS: got only one of --tls-certificate and --tls-key, expected both or none")
-        for path in (self.tls_certificate, self.tls_key):
-            if path is not None and not os.path.isfile(path):
-                raise ValueError(f"TLS: {path} is no file")
+        if not 0 <= self.port <= 65_535:
+            raise ValueError(f"port: got {self.port}, expected 0 to 65535")
+        if self.tls_certificate is not None and self.tls_key is not None:
+            _check_tls(self.tls_certificate, self.tls_key)
 
     @property
     def url(self) -> str:
@@ -79,6 +85,45 @@ def read_token(path: str | None) -> str | None:
     return Path(path).read_text(encoding="utf-8").strip()
 
 
+def _check_tls(certificate: str, key: str) -> None:
+    for path in (certificate, key):
+        if not os.path.isfile(path):
+            raise ValueError(f"TLS: {path} is no file")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")  # "": asks nobody
+    except (ssl.SSLError, OSError) as error:
+        raise ValueError(
+            f"TLS: {certificate} and {key} do not go together ({error}); expected a certificate and its key, both PEM, "
+            "the key without a password"
+        ) from error
+
+
+def _listen(address: Address) -> list[socket.socket]:
+    """Sockets on all addresses of the host's name; ValueError where the port is taken or the host is not this one."""
+    found: list[socket.socket] = []
+    try:
+        port, missing = address.port, None
+        for family, *_, where in socket.getaddrinfo(address.host, port, 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE):
+            try:
+                found.append(socket.create_server((where[0], port), family=family, backlog=BACKLOG))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = error  # such as ::1 of "localhost", where there is no IPv6
+                continue
+            port = found[0].getsockname()[1]
+        if not found and missing is not None:
+            raise missing
+    except OSError as error:
+        for one in found:
+            one.close()
+        raise ValueError(
+            f"{address.host}:{address.port}: cannot listen there ({error.strerror or error}); expected an address of "
+            "this machine and a free port; give another --port or --host"
+        ) from error
+    return found
+
+
 def serve(start: Callable[[], Service], address: Address, *, ready: Callable[[str], Any] | None = None) -> None:
     """Serves until SIGTERM or Ctrl-C, then answers what has come and returns. ready: called with the URL."""
     address.check()
@@ -86,15 +131,13 @@ def serve(start: Callable[[], Service], address: Address, *, ready: Callable[[st
     app = create_app(start, token=address.token, any_host=any_host)
     config = uvicorn.Config(
         app,
-        host=address.host,
-        port=address.port,
         http=PatientProtocol,
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         limit_concurrency=address.max_connections,
-        backlog=512,
+        backlog=BACKLOG,
         timeout_keep_alive=15,
         timeout_graceful_shutdown=30,
         h11_max_incomplete_event_size=32 * 1024,
@@ -102,9 +145,9 @@ def serve(start: Callable[[], Service], address: Address, *, ready: Callable[[st
         ssl_keyfile=address.tls_key,
     )
     server = _Server(config, ready, address)
-    server.run()
+    server.run(_listen(address))
     if not server.came_up:
-        raise OSError(f"{address.host}:{address.port}: the server did not start; is the port in use?")
+        raise OSError("the service did not start; its log has the reason")
 
 
 class _Server(uvicorn.Server):
@@ -129,12 +172,18 @@ class _Server(uvicorn.Server):
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP of uvicorn that gives the head of a request HEAD_SECONDS to arrive, whether in one piece or drop by drop."""
+    """HTTP of uvicorn with an end to patience: connections are cut that take too long to ask, or to hear the answer.
+
+    HEAD_SECONDS for the head of a request, whether in one piece or drop by drop; ANSWER_SECONDS for bytes that wait to
+    be taken, or a client that does not read would hold its request for good.
+    """
 
     _timer: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None  # the client, what we wrote
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1, low=0)  # so that pause and resume tell whether any byte waits
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -144,8 +193,18 @@ class PatientProtocol(H11Protocol):
         if not self._idle():
             self._stop()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._reading is None:
+            self._reading = self.loop.call_later(ANSWER_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._taken()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._taken()
         super().connection_lost(exc)
 
     def _idle(self) -> bool:
@@ -159,6 +218,11 @@ class PatientProtocol(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _taken(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
 
     def _expire(self) -> None:
         self._timer = None

@@ -7,7 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -40,17 +40,35 @@ from plsc.nn import MARGINS, ClassParallelHead, ClassParallelLinear, Margin
 from plsc.ops import LARS, SGD, AdamW, RowOptimizer
 from plsc.strategies import Schedule, build_optimizer, param_groups
 from plsc.train.config import Config, DataConfig, HeadConfig, OptimConfig, did_you_mean
+from plsc.train.preflight import opening
 
 Head = ClassParallelHead | ClassParallelLinear
 Progress = Callable[[int, int], None]
-KINDS = ("glyphs", "folder", "list", "rec", "tar", "parquet", "lmdb", "synthetic")
+FILES = ("folder", "list", "rec", "tar", "parquet", "lmdb")  # kinds that are read from a path
+MADE = ("glyphs", "synthetic")
+KINDS = (*FILES, *MADE)
 
 
-def build_data(config: DataConfig, *, seed: int, split: str = "train", progress: Progress | None = None) -> Dataset:
-    """The data set a config names. split: "train", or "test" for the classes that glyphs keep for evaluation."""
+def build_data(
+    config: DataConfig, *, seed: int, split: str = "train", progress: Progress | None = None, key: str = "data"
+) -> Dataset:
+    """The data set a config names. split: "train", or "test" for the classes that glyphs keep for evaluation.
+
+    key: the table of the recipe that errors name.
+    """
+    if config.kind in FILES and not config.path:
+        raise ValueError(f"{key}.path is not given; {key}.kind {config.kind!r} reads from one, pass --{key}.path PATH")
+    if config.kind in MADE and config.path:
+        raise ValueError(
+            f"{key}.path is {config.path!r}, but {key}.kind {config.kind!r} reads from none; say what is there: "
+            f"--{key}.kind {' | '.join(FILES)}"
+        )
+    with opening(f"{key}.path", config.path):
+        return _open_data(config, seed=seed, split=split, progress=progress, key=key)
+
+
+def _open_data(config: DataConfig, *, seed: int, split: str, progress: Progress | None, key: str) -> Dataset:
     size, channels = config.image_size, config.channels
-    if config.kind in ("folder", "list", "rec", "tar", "parquet", "lmdb") and not config.path:
-        raise ValueError(f"data.path is not given; data.kind {config.kind!r} reads from one, pass --data.path PATH")
     data: Dataset
     if config.kind == "glyphs":
         data = Glyphs(
@@ -68,6 +86,7 @@ def build_data(config: DataConfig, *, seed: int, split: str = "train", progress:
     elif config.kind == "list":
         classes = config.num_classes or None
         root = config.root or None
+        Path(config.path).stat()  # before the folder it would lie in is looked for
         data = ImageList(config.path, root=root, image_size=size, channels=channels, num_classes=classes)
     elif config.kind == "rec":
         data = RecordIO(config.path, image_size=size, channels=channels, cache=config.cache or None)
@@ -83,24 +102,25 @@ def build_data(config: DataConfig, *, seed: int, split: str = "train", progress:
             config.num_samples, classes, image_size=size, channels=channels, labels=config.labels, seed=seed
         )
     elif ":" in config.kind:
-        make = import_attr(config.kind, "data.kind")
-        check_call(make, f"data.kind {config.kind!r}", config.path, image_size=size, channels=channels)
+        make = import_attr(config.kind, f"{key}.kind")
+        check_call(make, f"{key}.kind {config.kind!r}", config.path, image_size=size, channels=channels)
         data = make(config.path, image_size=size, channels=channels)
-        check_dataset(data, config.kind)
+        check_dataset(data, f"{key}.kind {config.kind!r}")
     else:
+        kinds = (*KINDS, "bin") if key == "eval" else KINDS
         raise ValueError(
-            f"data.kind is {config.kind!r}{did_you_mean(config.kind, KINDS)}; expected one of {', '.join(KINDS)}, "
+            f"{key}.kind is {config.kind!r}{did_you_mean(config.kind, kinds)}; expected one of {', '.join(kinds)}, "
             'or "module:attr"'
         )
     return data
 
 
-def check_dataset(data: Any, kind: str) -> None:
-    """ValueError unless the object of a user's data.kind has what a Dataset has."""
+def check_dataset(data: Any, what: str) -> None:
+    """ValueError unless the object of a user's data.kind, or whatever made it, has what a Dataset has."""
     lacks = [name for name in ("labels", "num_classes", "name", "__len__", "__getitem__") if not hasattr(data, name)]
     if lacks:
         raise ValueError(
-            f"data.kind {kind!r} gave a {type(data).__name__} without {', '.join(lacks)}; expected labels [N], "
+            f"{what} gave a {type(data).__name__} without {', '.join(lacks)}; expected labels [N], "
             "num_classes, len(), [i] -> (image uint8 [H, W, C], label) and name(i)"
         )
 
@@ -127,12 +147,15 @@ def build_eval(config: Config, train: Dataset) -> tuple[Dataset, Pairs | None]:
     if ask.kind == "bin":
         if ask.task != "verification" or ask.pairs:
             raise ValueError("eval.kind 'bin' brings its own pairs: expected eval.task 'verification', no eval.pairs")
+        if not ask.path:
+            raise ValueError("eval.path is not given; eval.kind 'bin' reads from one, pass --eval.path X.bin")
         size, channels = config.data.image_size, config.data.channels
-        pairs_set = VerificationSet(ask.path, image_size=size, channels=channels, folds=ask.folds)
+        with opening("eval.path", ask.path):
+            pairs_set = VerificationSet(ask.path, image_size=size, channels=channels, folds=ask.folds)
         return pairs_set, pairs_set.pairs
     if ask.kind or ask.path:
         source = replace(config.data, kind=ask.kind or config.data.kind, path=ask.path, cache="")
-        data = build_data(source, seed=config.seed, split="test")
+        data = build_data(source, seed=config.seed, split="test", key="eval")
     elif config.data.kind == "glyphs" and ask.task == "verification":
         data = build_data(config.data, seed=config.seed, split="test")
     else:
@@ -140,7 +163,7 @@ def build_eval(config: Config, train: Dataset) -> tuple[Dataset, Pairs | None]:
     if ask.task != "verification":
         return data, None
     if ask.pairs:
-        return data, read_pairs(ask.pairs, [data.name(i) for i in range(len(data))])
+        return data, _read_pairs("eval.pairs", ask.pairs, data)
     try:
         return data, make_pairs(np.asarray(data.labels), num_pairs=ask.num_pairs, folds=ask.folds, seed=config.seed)
     except ValueError as error:
@@ -165,14 +188,21 @@ def build_sets(config: Config) -> dict[str, tuple[Dataset, Pairs]]:
             if name in made:
                 raise ValueError(f"eval.sets: two are called {name!r}, expected names that differ; rename one")
             if pairs:
-                images = open_images(file, image_size=size, channels=channels)
-                made[name] = images, read_pairs(pairs, [images.name(i) for i in range(len(images))])
+                with opening("eval.sets", file):
+                    images = open_images(file, image_size=size, channels=channels)
+                made[name] = images, _read_pairs("eval.sets", pairs, images)
             elif file.endswith(".bin"):
-                own = VerificationSet(file, image_size=size, channels=channels, folds=ask.folds)
+                with opening("eval.sets", file):
+                    own = VerificationSet(file, image_size=size, channels=channels, folds=ask.folds)
                 made[name] = own, own.pairs
             else:
                 raise ValueError(f"eval.sets: {file} has no pairs of its own; expected a .bin, or {file}=PAIRS.txt")
     return made
+
+
+def _read_pairs(key: str, path: str, data: Dataset) -> Pairs:
+    with opening(key, path):
+        return read_pairs(path, [data.name(i) for i in range(len(data))])
 
 
 def build_transform(config: DataConfig) -> Augment | None:

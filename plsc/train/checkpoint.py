@@ -218,7 +218,8 @@ def load(
     """Loads a checkpoint into live parts, on any number of ranks, and returns its `extra`.
 
     Parts that are not named stay in the checkpoint. Names, shapes, dtypes, the number of classes and the kind of the
-    optimizer must fit, else ValueError on every rank before anything is changed. extend_classes: the live head may have
+    optimizer must fit, else ValueError on every rank before anything is changed; other settings of modules (the margin,
+    sample_rate, another activation, ...) may be meant and are a warning. extend_classes: the live head may have
     more classes: the rows of the new ones stay as initialised, and their optimizer state is zero. A collective call.
     """
     comm = comm or world()
@@ -254,6 +255,9 @@ def load(
     extra: dict[str, Any] = from_json(reader.about["extra"], {})
     if comm.rank == 0:
         logger.info("loaded step %d from %s, saved by %d ranks", steps[0], path, reader.about["world_size"])
+        if differs := [text for one in restores for text in one.differs]:
+            more = f"; and {len(differs) - 4} more" if len(differs) > 4 else ""
+            logger.warning("%s was saved with other settings: %s%s; right if meant", path, "; ".join(differs[:4]), more)
     return extra
 
 
@@ -276,7 +280,8 @@ def _compare(
     if "parts" not in about:
         raise ValueError(f"{reader.path} holds plain tensors, no parts; read it with torch.distributed.checkpoint.load")
     tensors: Any = metadata.state_dict_metadata
-    saved = Saved(tensors, frozenset(about["cut"]), about["parts"], comm, extend_classes)
+    same_torch = about.get("torch_version") == str(torch.__version__)
+    saved = Saved(tensors, frozenset(about["cut"]), about["parts"], comm, extend_classes, same_torch)
     restores = [restore(part, saved) for part in collect(parts).values()]
     problems = list(dict.fromkeys(problem for one in restores for problem in one.problems))
     if problems:

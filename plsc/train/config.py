@@ -113,7 +113,7 @@ class EvalConfig:
     num_pairs: int = 6000  # drawn where no list is given
     folds: int = 10  # of the pairs; the accuracy is the mean over them
     batch_size: int = 128  # a rank
-    flip: bool = True  # add the embedding of the mirrored image
+    flip: bool = True  # add the embedding of the mirrored image (mean_norm is then of the sums)
     every: int = 0  # epochs between evaluations; 0: at the end only
 
 
@@ -134,6 +134,7 @@ class Config:
     timeout: float = 600.0  # seconds a rank waits for the others before the run stops
     max_restarts: int = 0  # times that the ranks of nproc begin again from the newest checkpoint when one is lost
     check: bool = False  # look at ranks, links, clocks, versions, config and data, say what is wrong, and end
+    plan: str = ""  # say which classes fit, how and how fast, and end: here (--plan alone), or on 8x32GB, 8xH200, ...
     export: bool = True  # ONNX, class centres and embeddings at the end
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -134,6 +134,9 @@ def open_clicks(config: CtrConfig) -> tuple[Clicks, Clicks]:
     if data.kind == "synthetic":
         folder = write_clicks(Path(config.out) / "data", num_train=data.num_train, num_test=data.num_test)
         train, test = (str(folder / "train-*.tsv"),), (str(folder / "test.tsv"),)
+    for name, paths in (("data.train", train), ("data.test", test)):
+        if folders := [path for path in paths if Path(path).is_dir()]:
+            raise ValueError(f"{name} has {folders[0]}, a folder; expected files or patterns such as day_*")
     format, split = click_format(data), bool(test)
     return (
         Clicks(

@@ -51,7 +51,7 @@ class VerificationResult:
     threshold: float  # a cosine: the one above which most pairs of all folds are right
     auc: float
     tar: tuple[OperatingPoint, ...]
-    mean_norm: float  # of the embeddings as given (with flip: sums of two): a collapse shows here first
+    mean_norm: float  # of the embeddings as given; with flip those are sums of two: about twice as long
     num_pairs: int
     roc: Roc
 

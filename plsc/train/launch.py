@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import shutil
@@ -20,7 +21,10 @@ from types import FrameType, TracebackType
 from typing import IO, Any
 
 SCRATCH = "plsc-launch-"  # temporary folders of launchers are called so
+UNLOCKED_SECONDS = 86_400  # after which one that never got its lock is taken for left behind
 SAVE_SECONDS = 600  # that ranks told to stop get to finish their step and save
+ANSWER_SECONDS = 0.5  # that a process which has hung gets to say where
+ANSWER_LINES = 60  # of it that are shown
 GRACE_SECONDS = 5  # that the others get when a rank has failed: to say what they saw, not to go on
 POLL_SECONDS = 0.05
 EXIT_INTERRUPTED = 130
@@ -52,9 +56,11 @@ def launch(command: Sequence[str], nproc: int, *, folder: Path) -> Outcome:
 
     The environment is torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). SIGTERM, SIGHUP and Ctrl-C
     become a SIGTERM to every rank, which has SAVE_SECONDS from then on; a second Ctrl-C kills. When a rank fails the
-    others are killed after GRACE_SECONDS. Ranks get a SIGTERM when this process dies. folder: an empty one.
+    others are killed after GRACE_SECONDS; where that rank only tells of others, after they were asked what they were
+    doing. Ranks get a SIGTERM when this process dies. folder: an empty one.
     """
     ranks: list[subprocess.Popen[bytes]] = []
+    where = ""
     with _Signals() as signals:
         try:
             environment = _environment(nproc, folder)
@@ -65,7 +71,10 @@ def launch(command: Sequence[str], nproc: int, *, folder: Path) -> Outcome:
                     command, env=environment | place, start_new_session=True, preexec_fn=_tied_to_parent()
                 )
                 ranks.append(child)
-            codes = _wait(ranks, signals)
+            ends = _wait(ranks, signals)
+            unexplained = all(words.about_others for words in _read_reports(folder)) and not signals.seen
+            if unexplained and all((end.code or 0) >= 0 for end in ends):
+                where = _ask_where(ranks, folder)
         finally:
             failed = any(rank.poll() != 0 for rank in ranks)
             for child in ranks if failed else ():
@@ -73,7 +82,8 @@ def launch(command: Sequence[str], nproc: int, *, folder: Path) -> Outcome:
                     os.killpg(child.pid, signal.SIGKILL)
             for child in ranks:
                 child.wait()
-        return replace(_outcome(codes, signals.seen, _read_reports(folder)), stopped=bool(signals.seen))
+        outcome = _outcome(ends, signals.seen, _read_reports(folder))
+        return replace(outcome, message=outcome.message + where, stopped=bool(signals.seen))
 
 
 @contextmanager
@@ -104,6 +114,13 @@ def report(code: int, text: str, *, about_others: bool) -> bool:
     return True
 
 
+def answer_launcher() -> None:
+    """Lets the launcher ask this rank what it is doing: a signal writes the stacks of its threads beside its report."""
+    if REPORTS in os.environ and hasattr(faulthandler, "register"):
+        file = open(_answer(Path(os.environ[REPORTS]), int(os.environ["RANK"])), "w")  # noqa: SIM115  faulthandler's
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+
+
 def die_with_parent() -> None:
     """SIGTERM to this process when the one that started it ends (Linux; elsewhere nothing)."""
     if sys.platform == "linux":
@@ -123,6 +140,8 @@ def _abandoned(folder: Path) -> bool:
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             return False
+        if not (folder / "lock").exists():  # it has just been made, or was left in the moment after that
+            return time.time() - folder.stat().st_mtime > UNLOCKED_SECONDS
         with open(folder / "lock") as lock:
             return _lock(lock)
     except OSError:
@@ -194,14 +213,26 @@ def _tied_to_parent() -> Callable[[], None] | None:
     return tie
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], signals: _Signals) -> list[int | None]:
-    """The exit codes by rank; None for those that did not end by themselves in time."""
+@dataclass(frozen=True)
+class _End:
+    """How and when a rank was seen to have ended."""
+
+    code: int | None  # None: not by itself in time
+    time: float
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], signals: _Signals) -> list[_End]:
+    """The ends of the ranks."""
     deadline, told = float("inf"), False
+    ended: dict[int, float] = {}
     while True:
         codes = [rank.poll() for rank in ranks]
         now = time.monotonic()
+        for number, code in enumerate(codes):
+            if code is not None:
+                ended.setdefault(number, now)
         if None not in codes or now > deadline or signals.seen.count(signal.SIGINT) > 1:
-            return codes
+            return [_End(code, ended.get(number, now)) for number, code in enumerate(codes)]
         if signals.seen and not told:
             told, deadline = True, min(deadline, now + SAVE_SECONDS)
             for rank in ranks:
@@ -211,14 +242,52 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], signals: _Signals) -> list[i
         time.sleep(POLL_SECONDS)
 
 
+def _answer(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.where"
+
+
+def _ask_where(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> str:
+    """What the ranks that still run were doing, then the processes they have started, as far as they can say."""
+    asked = {rank: child.pid for rank, child in enumerate(ranks) if child.poll() is None}
+    answers = {rank: _answer(folder, rank) for rank in asked if _answer(folder, rank).exists()}
+    _ask([asked[rank] for rank in answers])
+    answers = {rank: answer for rank, answer in answers.items() if answer.stat().st_size}  # others cannot even do that
+    _ask([child for rank in answers for child in _children(asked[rank])])
+    text = ""
+    for rank, answer in answers.items():
+        lines = answer.read_text(encoding="utf-8", errors="replace").splitlines()
+        text += "\n".join([f"\nrank {rank} was killed here:", *lines[:ANSWER_LINES]])
+    return text
+
+
+def _ask(processes: Sequence[int]) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGUSR1)
+    if processes:
+        time.sleep(ANSWER_SECONDS)
+
+
+def _children(process: int) -> list[int]:
+    """What a process has started and still runs (Linux; elsewhere nothing)."""
+    try:
+        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except (OSError, ValueError):
+        return []
+
+
 def _read_reports(folder: Path) -> list[Report]:
     """All reports, the first to fail first; those that only saw others fail come last."""
     reports = [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
     return sorted(reports, key=lambda words: (words.about_others, words.time))
 
 
-def _outcome(codes: Sequence[int | None], signals: Sequence[int], reports: Sequence[Report]) -> Outcome:
-    """What to blame: a rank that was killed, else the first report of a failure of its own, else any report."""
+def _outcome(ends: Sequence[_End], signals: Sequence[int], reports: Sequence[Report]) -> Outcome:
+    """What to blame: a rank that was killed or that reports a failure of its own, whichever came first, else a report.
+
+    Where a rank has failed others may be killed for that, by their own transport or while they end.
+    """
+    codes = [end.code for end in ends]
     stopped = EXIT_INTERRUPTED if signal.SIGINT in signals else 128 + signals[0] if signals else 0
     if signals.count(signal.SIGINT) > 1:
         return Outcome(stopped, "interrupted twice: ended without saving")
@@ -226,9 +295,10 @@ def _outcome(codes: Sequence[int | None], signals: Sequence[int], reports: Seque
         return Outcome(EXIT_INTERRUPTED if signal.SIGINT in signals else 0)
     if signals and -signal.SIGTERM in codes and all(words.about_others for words in reports):
         return Outcome(stopped, "stopped outside of the training loop: there was nothing new to save")
-    killed = {rank: -code for rank, code in enumerate(codes) if code is not None and code < 0}
-    if killed:
-        rank, number = next(iter(killed.items()))
+    killed = sorted((end.time, rank) for rank, end in enumerate(ends) if end.code is not None and end.code < 0)
+    own = [words.time for words in reports if not words.about_others]
+    if killed and not (own and own[0] < killed[0][0]):
+        rank, number = killed[0][1], -(codes[killed[0][1]] or 0)
         why = "; the system does that when memory runs out" if number == signal.SIGKILL else ""
         return Outcome(128 + number, f"error: rank {rank} was ended by {_signal_name(number)}{why}")
     if reports:

@@ -20,6 +20,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 THRESHOLDS: Floats = np.arange(0, 4, 0.01)  # squared distances tried by the 10-fold protocol
+MISSED_SHARE, MISSED_FEW = 0.02, 3  # pairs that better thresholds would tell apart: more than both are worth a word
 PAIR_BLOCK = 65_536  # pairs whose embeddings are held at once
 TIE = 1e-12  # cosines closer than this are equal: the rounding of a product depends on how it was cut into blocks
 
@@ -119,7 +120,9 @@ def fold_accuracy(
         accuracies[fold] = right[fold, np.argmax(training)] / lengths[fold]
     lopsided = [fold for fold, (a, b) in enumerate(pairwise(edges)) if same[a:b].all() or not same[a:b].any()]
     if lopsided:
-        logger.warning("folds %s hold pairs of one kind only: their accuracy says little; mix the pairs", lopsided)
+        text = "folds %s hold pairs of one kind only: their accuracy says little; mix the pairs"
+        logger.warning(text, lopsided, extra={"once": True})
+    _check_reach(values, same, tried, int(total.max()))
     return FoldAccuracy(
         mean=float(accuracies.mean()),
         std=float(accuracies.std()),
@@ -257,6 +260,37 @@ def _correct(distances: Floats, same: Bools, thresholds: Floats) -> Ints:
     accepted = np.searchsorted(np.sort(distances[same]), thresholds, side="left")
     mistaken = np.searchsorted(np.sort(distances[~same]), thresholds, side="left")
     return np.asarray(accepted + (int((~same).sum()) - mistaken), dtype=np.int64)
+
+
+def _check_reach(distances: Floats, same: Bools, tried: Floats, right: int) -> None:
+    """Says why pairs that a threshold could tell apart are not told apart by any that is tried."""
+    genuine, impostor, thresholds = _accepted(-distances, same)
+    exact = genuine - impostor + impostor[-1]  # right at each distinct distance
+    best = int(np.argmax(exact))
+    missed, pairs = int(exact[best]) - right, len(distances)
+    if missed <= max(MISSED_SHARE * pairs, MISSED_FEW):
+        return
+    low, high = np.quantile(distances, (0.01, 0.99))
+    inside = int(((tried > low) & (tried <= high)).sum())
+    unit = distances.max() <= 4 + 1e-6
+    logger.warning(
+        "the thresholds tried tell at most %.2f %% of %d pairs apart, and one at squared distance %.4g would tell %.2f "
+        "%%: most distances lie from %.4g to %.4g, where %d of the thresholds lie, from %.4g to %.4g; %s",
+        100 * right / pairs,
+        pairs,
+        -thresholds[best],
+        100 * int(exact[best]) / pairs,
+        low,
+        high,
+        inside,
+        tried.min(),
+        tried.max(),
+        "the embeddings point almost one way, as those of a model that has collapsed or is hardly trained: go by the "
+        "AUC, and train on or subtract their mean"
+        if unit
+        else "those are no distances of unit vectors: normalise the embeddings",
+        extra={"once": True},
+    )
 
 
 def _accepted(scores: Floats, same: Bools) -> tuple[Ints, Ints, Floats]:

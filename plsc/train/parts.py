@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from plsc.comm import Communicator, Shard, shard_of
+from plsc.train.settings import differences, settings_of
 from plsc.train.storage import RowShard
 
 # Options of torch's optimizers that choose an implementation, not a result: they stay what the running program chose.
@@ -118,7 +119,8 @@ class Part:
         return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
     def description(self) -> dict[str, Any]:
-        return {"kind": self.kind, "type": type(self.live).__name__, "state": self.json, "lent": self.lent}
+        about = {"kind": self.kind, "type": type(self.live).__name__, "state": self.json, "lent": self.lent}
+        return about | ({"settings": settings_of(self.live)} if self.kind == "module" else {})
 
 
 def collect(parts: Mapping[str, object]) -> dict[str, Part]:
@@ -244,6 +246,7 @@ class Saved:
     parts: Mapping[str, Any]
     comm: Communicator
     extend_classes: bool
+    same_torch: bool  # the words in which torch's modules say their settings are those of its version
 
 
 @dataclass
@@ -253,6 +256,7 @@ class Restore:
     part: Part
     targets: dict[str, Cell] = field(default_factory=dict)  # where the saved tensors go
     problems: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)  # in what tensors do not say: that may be meant
     apply: Callable[[], None] = lambda: None  # to be called once the targets are filled
 
     @property
@@ -319,6 +323,11 @@ def _restore_module(result: Restore, entry: Mapping[str, Any], saved: Saved) -> 
     result.compare_names(keys[0] | tensors, keys[1] | set(part.cells))
     for path in sorted(tensors & part.cells.keys()):
         result.fit(path, part.cells[path], saved=saved, owner=part.name)
+    if "settings" in entry:  # older checkpoints do not have them
+        found = differences(entry["settings"], settings_of(part.live), words=saved.same_torch)
+        result.differs = [
+            f"{part.name}{f'/{path}' if path else ''}: got {new}, saved {old}" for path, (old, new) in found.items()
+        ]
 
     def apply() -> None:
         part.live.load_state_dict(from_json(entry["state"], {path: cell.tensor for path, cell in part.cells.items()}))

@@ -31,6 +31,7 @@ FREE = (
     "timeout",
     "max_restarts",
     "check",
+    "plan",
     "log_every",
     "save_every",
     "keep",

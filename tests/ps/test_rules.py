@@ -1,12 +1,28 @@
 """Each rule against torch's optimizer, or against its paper's formula in float64 where torch has none."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from plsc.ps import FTRL, SGD, Adagrad, Adam, Momentum, PythonRule, RowAdagrad, Rule, Table
+from plsc.ps import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Momentum,
+    NativeRule,
+    PythonRule,
+    RowAdagrad,
+    Rule,
+    Server,
+    Table,
+    connect,
+)
+from plsc.ps.settings import read_settings
 
 KEYS, STEPS, LR = 13, 60, 0.05
 
@@ -58,6 +74,10 @@ TORCH = {
     "adam, betas, decay": (
         Adam(beta1=0.8, beta2=0.95, eps=1e-4, weight_decay=0.1),
         lambda p: torch.optim.Adam(p, lr=LR, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.1),
+    ),
+    "adamw": (
+        AdamW(beta1=0.8, beta2=0.95, weight_decay=0.3),
+        lambda p: torch.optim.AdamW(p, lr=LR, betas=(0.8, 0.95), weight_decay=0.3),
     ),
 }
 
@@ -181,6 +201,104 @@ def test_rule_of_your_own_with_repeats_and_nan() -> None:
     mine, native = Table(5, rule=PythonAdagrad()), Table(5, rule="adagrad")
     assert mine.push(keys, grads) == native.push(keys, grads) == 1
     np.testing.assert_allclose(mine.pull(keys), native.pull(keys), rtol=1e-6, atol=1e-6)
+
+
+LION = """
+#include <cmath>
+#include "plsc_rule.h"
+
+int plsc_rule_state(int dim, const float* args) { return args[0] > 0 ? dim : 0; }
+
+void plsc_rule_step(float* value, float* state, const float* grad, int dim, float lr, const float* args) {
+  for (int d = 0; d < dim; ++d) {
+    const float mixed = 0.9f * state[d] + 0.1f * grad[d];
+    value[d] -= lr * static_cast<float>((mixed > 0) - (mixed < 0));
+    state[d] = args[0] * state[d] + args[1] * grad[d];
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def lion(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A rule in C++, compiled into a cache of its own."""
+    place = tmp_path_factory.mktemp("rule")
+    (place / "lion.cc").write_text(LION)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        yield place / "lion.cc"
+
+
+@pytest.mark.parametrize("options", [{}, {"locked": True}, {"dtype": "bf16"}], ids=str)
+def test_rule_of_your_own_in_cpp(lion: Path, options: dict[str, object]) -> None:
+    native, python = (trained(rule, 16, **options)[1] for rule in (NativeRule(lion, args=(0.99, 0.01)), Lion()))
+    np.testing.assert_allclose(native, python, rtol=1e-5, atol=1e-5)
+    assert len(list((lion.parent / "cache").rglob("*.so"))) == 1  # compiled once
+
+
+def test_cpp_rule_decays_clips_refuses_and_is_saved(lion: Path, tmp_path: Path) -> None:
+    rule = NativeRule(lion, args=(0.5, 0.5), weight_decay=0.1, clip_value=0.3)
+    table, keys = Table(4, rule=rule, lr=LR), np.arange(20, dtype=np.uint64)
+    grads = np.random.default_rng(3).standard_normal((20, 4), np.float32)
+    start = table.pull(keys)
+    assert table.push(keys, np.full((20, 4), np.nan, np.float32)) == 20
+    table.push(keys, grads)
+    moved = np.clip(grads + np.float32(0.1) * start, -0.3, 0.3)
+    np.testing.assert_allclose(table.pull(keys), start - np.float32(LR) * np.sign(moved), rtol=1e-6)
+    table.save(tmp_path / "t")
+    with pytest.raises(ValueError, match="rule 'lion', got None; give rule="):
+        Table.load(tmp_path / "t")
+    with pytest.raises(ValueError, match="rule 'lion', got 'lion'"):  # of another state
+        Table.load(tmp_path / "t", rule=NativeRule(lion, args=(0.0, 1.0)))
+    again = Table.load(tmp_path / "t", rule=rule)
+    for each in (table, again):
+        each.push(keys, grads[::-1].copy())
+    np.testing.assert_array_equal(again.pull(keys), table.pull(keys))
+
+
+@pytest.mark.parametrize("durability", ["save", "log"])
+def test_rules_of_your_own_on_a_server(lion: Path, tmp_path: Path, durability: str) -> None:
+    """Named in tables.toml by its file, or given in Python; a server that starts again goes on with it."""
+    (tmp_path / "lion.cc").write_bytes(lion.read_bytes())
+    text = (
+        '[tables.cpp]\ndim = 4\nrule = "lion.cc"\nrule_args = { args = [0.99, 0.01], clip_value = 1.0 }\nstripes = 4\n'
+    )
+    (tmp_path / "tables.toml").write_text(text)
+    keys, grads = np.arange(30, dtype=np.uint64), np.random.default_rng(0).standard_normal((60, 4), np.float32)
+    alone = Table(4, rule=NativeRule(lion, args=(0.99, 0.01), clip_value=1.0))
+    for start in (0, 30):  # each time a new server
+        tables, options = read_settings(tmp_path / "tables.toml", {"folder": str(tmp_path / "state")})
+        python = {"python": Table(4, rule=Lion())}
+        options["load_options"]["python"] = {"locked": True}
+        with Server({**tables, **python}, **options, durability=durability) as server:
+            for name in ("cpp", "python"):
+                with connect(server.address, table=name) as store:
+                    assert store.rule.name == "lion"
+                    store.push(keys, grads[start : start + 30])
+                    rows = store.pull(keys)
+                    if name == "cpp":
+                        alone.push(keys, grads[start : start + 30])
+                        np.testing.assert_array_equal(rows, alone.pull(keys))
+            server.close(save=durability == "save")
+    (tmp_path / "tables.toml").write_text(text.replace("clip_value", "clip"))
+    with pytest.raises(ValueError, match=r"rule_args unknown clip; expected args, name, weight_decay"):
+        read_settings(tmp_path / "tables.toml", {})
+
+
+def test_bad_cpp_rules(lion: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.cc").write_text('#include "plsc_rule.h"\nint plsc_rule_state(int dim) { return nothing; }\n')
+    (tmp_path / "empty.so").write_bytes(b"no library")
+    (tmp_path / "half.cc").write_text('#include "plsc_rule.h"\n')
+    for path, told in [
+        (tmp_path / "none.cc", "that exists"),
+        (tmp_path / "broken.cc", "does not compile:(.|\n)*nothing"),
+        (tmp_path / "empty.so", "no library with the functions"),
+        (tmp_path / "half.cc", "define plsc_rule_state and plsc_rule_step"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            NativeRule(path)
+    with pytest.raises(ValueError, match="give yours another name"):
+        NativeRule(lion, name="adam")
 
 
 def test_bad_rules() -> None:

@@ -1,6 +1,9 @@
 """The sparse table: what pull and push answer, where rows come from, what is refused."""
 
+import contextlib
+import ctypes
 import multiprocessing
+import os
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +154,47 @@ def test_arena_in_a_file_gives_the_same_rows(tmp_path: Path) -> None:
     keys = np.arange(20_000, dtype=np.uint64)
     np.testing.assert_array_equal(memory.pull(keys), disk.pull(keys))
     assert list(tmp_path.iterdir()) == []
+
+
+def forget_pages(folder: Path) -> None:
+    """Has the system drop this process' row files from memory: their pages are read from the disk again."""
+    files = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(os.path.realpath(folder)):
+                files[os.fstat(int(name)).st_ino] = int(name)
+    assert files
+    libc = ctypes.CDLL(None)
+    for file in files.values():
+        os.fsync(file)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, _, _, _, inode, *_ = line.split()
+        if int(inode) in files:
+            start, end = (int(x, 16) for x in where.split("-"))
+            assert libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), 4) == 0  # MADV_DONTNEED
+    for file in files.values():
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("dim", [3, 700])  # many rows a page; rows over several pages
+def test_rows_are_read_back_from_their_file(locked: bool, dim: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(dim)
+    memory, disk = (Table(dim, locked=locked, stripes=4, arena=arena) for arena in (None, tmp_path))
+    for _ in range(3):
+        keys = random.integers(0, 4_000, 2_000, np.uint64)
+        grads = random.standard_normal((2_000, dim), np.float32)
+        forget_pages(tmp_path)
+        np.testing.assert_array_equal(memory.pull(keys), disk.pull(keys))
+        forget_pages(tmp_path)
+        memory.push(keys, grads)
+        disk.push(keys, grads)
+    keys = np.arange(4_000, dtype=np.uint64)  # some without a row
+    forget_pages(tmp_path)
+    disk.save(tmp_path / "saved")
+    np.testing.assert_array_equal(memory.pull(keys, create=False), Table.load(tmp_path / "saved").pull(keys))
+    forget_pages(tmp_path)
+    np.testing.assert_array_equal(memory.pull(keys, create=False), disk.pull(keys, create=False))
 
 
 def test_erased_keys_start_anew() -> None:

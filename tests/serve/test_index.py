@@ -1,5 +1,7 @@
 """Exact search: against the whole product in float64, in every storage, from a file, over ranks; the growing index."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +63,40 @@ def test_from_a_file_by_memory_map(tmp_path: Path) -> None:
     assert isinstance(index._rows, np.memmap) and (len(index), index.dim) == (500, 8)
     np.testing.assert_array_equal(index.search(queries, 5)[1], twin(queries, rows, 5)[1])
     np.testing.assert_allclose(index.rows(3, 5), rows[3:5], rtol=1e-6)
+
+
+LARGE = """
+import resource, sys
+import numpy as np
+from plsc.serve.index import Index
+
+rows = np.memmap(sys.argv[1], np.float32, "r+", shape=(1_000_000, 256))  # of zeros: the file takes no disk
+rows[777_777] = 1 / 16
+rows.flush()
+queries = np.full((2, 256), 1 / 16, np.float32)
+Index(rows[:5000]).search(queries, 3)  # what a first search allocates
+(line,) = [line for line in open("/proc/self/status") if line.startswith("VmData")]
+limit = int(line.split()[1]) * 1024 + 256 * 2**20
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+try:
+    np.array(rows)
+except MemoryError:
+    pass
+else:
+    sys.exit("the limit does not hold")
+scores, found = Index(np.memmap(sys.argv[1], np.float32, "r", shape=rows.shape)).search(queries, 3)
+assert found[:, 0].tolist() == [777_777] * 2 and np.allclose(scores, [[1, 0, 0]] * 2), (scores, found)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_rows_larger_than_the_memory_there_may_be(tmp_path: Path) -> None:
+    """A gigabyte of rows, searched by a process that may allocate a quarter of that."""
+    with (tmp_path / "rows").open("wb") as file:
+        file.truncate(1_000_000 * 256 * 4)
+    done = subprocess.run([sys.executable, "-c", LARGE, str(tmp_path / "rows")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

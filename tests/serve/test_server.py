@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from plsc.serve import Client, ServiceError
 from plsc.serve.bundle import Bundle
-from plsc.serve.server import Address, is_loopback, read_token
+from plsc.serve.server import Address, is_loopback, read_token, serve
 
 from .conftest import DIM, draw, encode
 from .running import Running, words
@@ -56,8 +57,6 @@ def test_the_client_says_what_the_model_says(server: Running, bundle: Bundle, tm
             client.search()
         with pytest.raises(ValueError, match="expected a list"):
             client.embed("a.png")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected such as"):
-        Client("ftp://x")
 
 
 @slow
@@ -94,17 +93,58 @@ def test_a_client_that_goes_away(server: Running) -> None:
     assert 'status="500"' not in text.getresponse().read().decode()
 
 
-@slow
-def test_slow_clients_are_let_go(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads and bodies that come drop by drop are cut off, while others are served."""
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that are started wait a second, where others wait ten and more, for clients to send and to read."""
     program = (
         "import plsc.serve.server as s, plsc.cli as c, plsc.serve.bodies as b, sys\n"
-        "s.HEAD_SECONDS = 1.0\n"
+        "s.HEAD_SECONDS = s.ANSWER_SECONDS = 1.0\n"
         "b.Limits.__init__.__defaults__ = tuple(1.0 if d == 15.0 else d for d in b.Limits.__init__.__defaults__)\n"
-        f"sys.exit(c.serve([{str(bundle_path)!r}, '--port', '0', '--threads', '1']))"
+        "sys.exit(c.serve(sys.argv[1:]))"
     )
     popen = subprocess.Popen
-    monkeypatch.setattr("subprocess.Popen", lambda command, **given: popen([command[0], "-u", "-c", program], **given))
+
+    def start(command: list[str], **given: Any) -> Any:
+        return popen([command[0], "-u", "-c", program, *command[command.index("serve") + 1 :]], **given)
+
+    monkeypatch.setattr("subprocess.Popen", start)
+
+
+@slow
+@pytest.mark.usefixtures("impatient")
+def test_clients_that_do_not_read_are_let_go(bundle_path: Path) -> None:
+    """Whoever asks and never takes the answers holds a request, and the answers, for a while and not for good."""
+    with Running(bundle_path, "--max-requests", "4") as running:
+        deaf = []
+        for _ in range(8):
+            line = socket.socket()
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            line.connect(("127.0.0.1", running.port))
+            line.settimeout(0.5)
+            with suppress(TimeoutError):  # the server reads no more requests
+                for _ in range(1000):
+                    line.sendall(b"GET /page/app.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            deaf.append(line)
+        with Client(running.url) as client:
+            for _ in range(600):
+                with suppress(ServiceError):  # 429 while the deaf ones are waited for
+                    assert client.search([encode(draw(5))], k=1)[0][0]["name"] == "Person 5"
+                    break
+                time.sleep(0.1)
+            else:
+                pytest.fail("the deaf clients hold all requests")
+        for line in deaf:
+            line.settimeout(60)
+            with suppress(ConnectionResetError):
+                while line.recv(65536):
+                    pass
+            line.close()
+
+
+@slow
+@pytest.mark.usefixtures("impatient")
+def test_slow_clients_are_let_go(bundle_path: Path) -> None:
+    """Heads and bodies that come drop by drop are cut off, while others are served."""
     with Running(bundle_path) as running:
         dripping = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(20)]
         for line in dripping[:10]:
@@ -262,6 +302,9 @@ def test_load_with_bad_requests_mixed_in(server: Running) -> None:
         (Address(host="0.0.0.0", token="short"), "expected 16 or more"),
         (Address(tls_key="x"), "expected both or none"),
         (Address(tls_key="x", tls_certificate="y"), "y is no file"),
+        (Address(tls_key=__file__, tls_certificate=__file__), "do not go together"),
+        (Address(port=80_000), "expected 0 to 65535"),
+        (Address(port=-1), "expected 0 to 65535"),
     ],
 )
 def test_addresses_that_are_refused(address: Address, words: str) -> None:
@@ -289,12 +332,59 @@ def test_the_token_comes_from_a_file_that_others_cannot_read(tmp_path: Path, mon
     assert read_token(None) == "from the environment"
 
 
+def test_where_nobody_can_listen() -> None:
+    """A port that is taken, an address of another machine, a name without an address: said before anything starts."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        for host, port in (("127.0.0.1", other.getsockname()[1]), ("192.0.2.1", 0), ("no-such-host.invalid", 0)):
+            with pytest.raises(ValueError, match=r"cannot listen there .*give another --port or --host"):
+                serve(lambda: pytest.fail("started"), Address(host=host, port=port, token=TOKEN))
+
+
+def test_a_client_that_was_idle_adds_again() -> None:
+    """A service that closes idle connections is no reason to fail, nor to send what changes something twice."""
+    came: list[bytes] = []
+    ended = threading.Event()
+    body = b'{"entries": [{"id": "a", "name": "Ada", "thumbnail": null}]}'
+
+    def answer(listening: socket.socket) -> None:
+        for _ in range(2):
+            line, _ = listening.accept()
+            with line:
+                data = b""
+                while not data.endswith(b"--\r\n"):
+                    data += line.recv(65536)
+                came.append(data)
+                line.sendall(b"HTTP/1.1 201 Created\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            ended.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer, args=(listening,), daemon=True)
+        thread.start()
+        with Client(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=30) as client:
+            assert client.add("Ada", [b"one"]) == ["a"]
+            assert ended.wait(30)
+            assert client.add("Ada", [b"two"]) == ["a"]
+        thread.join(30)
+    assert [b"one" in came[0], b"two" in came[1], len(came)] == [True, True, 2]
+
+
+def test_urls_that_are_refused() -> None:
+    for url in ("ftp://x", "127.0.0.1:8000", "http://", "http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/?a=b"):
+        with pytest.raises(ValueError, match="expected such as http"):
+            Client(url)
+    Client("http://127.0.0.1:8000/").close()
+
+
 @slow
 def test_mistakes_on_the_command_line(bundle_path: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
     for flags, said in (
         (["--host", "0.0.0.0"], "no token is set"),
         (["--max-batch", "0"], "expected at least 1"),
         (["--timeout", "0"], "expected more than 0"),
+        (["--host", "192.0.2.1", "--token-file", str(token)], "cannot listen there"),
     ):
         running = Running(bundle_path, *flags)
         running.process.wait(60)

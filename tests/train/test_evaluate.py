@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from plsc.comm import CommError, Communicator, Shard, run_ranks
 from plsc.data import Pairs, Synthetic, make_pairs, read_pairs
 from plsc.train.evaluate import VerificationResult, classify, embed, evaluating, identify, unwrapped, verify
+from plsc.train.metrics import THRESHOLDS, fold_accuracy, pair_distances
 
 SAMPLES, CLASSES, SIZE, DIM = 23, 7, 16, 6
 
@@ -213,6 +215,49 @@ def test_folds_of_one_kind_are_pointed_out(caplog: pytest.LogCaptureFixture) -> 
     pairs = make_pairs(np.repeat(np.arange(40), 5), num_pairs=200, folds=5, seed=1)
     verify(np.random.default_rng(0).normal(size=(200, 16)), pairs, folds=10)
     assert "hold pairs of one kind only" in caplog.text
+
+
+@pytest.mark.parametrize("folds", [5, 10])
+def test_embeddings_that_point_one_way_are_pointed_out(folds: int, caplog: pytest.LogCaptureFixture) -> None:
+    """All squared distances below 0.01, the second threshold that is tried: 50 % at an AUC of 1."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(60), 4)
+    people = rng.normal(size=(60, 16))
+    rows = people[labels] + rng.normal(scale=0.1, size=(240, 16))
+    pairs = make_pairs(labels, num_pairs=200, folds=folds, seed=1)
+    apart = verify(rows, pairs)
+    assert apart.accuracy > 0.95 and not caplog.records
+    close = rows * 0.01 + 10 * np.eye(16)[0]
+    found = verify(close, pairs)
+    assert found.accuracy == 0.5 and found.auc > 0.999
+    distances = pair_distances(close, pairs.first, pairs.second)
+    assert distances.max() < THRESHOLDS[1]
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert getattr(record, "once", False)  # every rank measures every pair
+    assert text.startswith("the thresholds tried tell at most 50.00 % of 200 pairs apart, and one at squared distance ")
+    edge, best = re.findall(r"squared distance (\S+) would tell (\S+) %", text)[0]
+    low, high, inside = re.findall(r"lie from (\S+) to (\S+), where (\d+) of the", text)[0]
+    assert float(best) / 100 == ((distances <= float(edge) * (1 + 1e-3)) == pairs.same).mean() > 0.99
+    assert 0 <= float(low) < float(edge) < float(high) < 0.01 and inside == "0" and "point almost one way" in text
+
+
+def test_distances_beyond_the_thresholds_are_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Distances of embeddings that nobody normalised, from 100 on: none is below a threshold."""
+    same = np.tile([True, False], 50)
+    found = fold_accuracy(np.where(same, 100.0, 200.0) + np.arange(100) / 100, same)
+    assert found.mean == 0.5
+    text = caplog.records[0].getMessage()
+    assert "at squared distance 101 would tell 100.00 %" in text and "where 0 of the thresholds lie" in text
+    assert text.endswith("those are no distances of unit vectors: normalise the embeddings")
+
+
+def test_few_pairs_between_two_thresholds_are_not_worth_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    same = np.tile([True, False], 10)
+    distances = np.where(same, 0.5, 1.5)
+    distances[:6] = [1.501, 1.502, 1.503, 1.504, 1.505, 1.506]  # three of each kind within one step
+    fold_accuracy(distances, same, folds=2)
+    assert not caplog.records
 
 
 def test_verification_of_real_faces(shared: Path) -> None:

@@ -89,6 +89,91 @@ say(1, "rank 1 is gone", about_others=True)
     assert outcome.code == 137 and "rank 1 was ended by SIGKILL" in outcome.message and "memory" in outcome.message
 
 
+def test_a_rank_that_dies_of_anothers_failure_does_not_hide_it(tmp_path: Path) -> None:
+    """Words, then an abort in the same rank's end or in a rank that lost its peer: the words are told."""
+    program = """
+if rank == 0:
+    try: say(2, "error: label of rank 0")
+    finally: os.kill(os.getpid(), signal.SIGABRT)
+while not (pathlib.Path(os.environ["PLSC_REPORTS"]) / "0.json").exists(): time.sleep(0.01)
+time.sleep(0.3)
+os.kill(os.getpid(), signal.SIGABRT)
+"""
+    assert run(program, tmp_path) == module.Outcome(2, "error: label of rank 0")
+
+
+def test_a_rank_that_dies_is_not_hidden_by_what_others_say_after(tmp_path: Path) -> None:
+    program = """
+if rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.5)
+say(2, "error: a consequence")
+"""
+    outcome = run(program, tmp_path)
+    assert outcome.code == 137 and "rank 1 was ended by SIGKILL" in outcome.message
+
+
+def test_a_rank_that_hangs_is_asked_where_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.5)
+    program = """
+def stuck_here():
+    (out / "ready").touch()
+    time.sleep(60)
+def reading_here():
+    time.sleep(60)
+if rank == 1:
+    from plsc.train.launch import answer_launcher
+    answer_launcher()
+    stuck_here() if os.fork() else reading_here()
+while not (out / "ready").exists(): time.sleep(0.01)
+time.sleep(0.3)
+say(1, "error: all_reduce failed: rank 1 behind", about_others=True)
+"""
+    outcome = run(program, tmp_path)
+    first, second, *stacks = outcome.message.splitlines()
+    assert (first, second) == ("error: all_reduce failed: rank 1 behind", "rank 1 was killed here:")
+    assert outcome.code == 1 and any("in stuck_here" in line for line in stacks)
+    assert any("in reading_here" in line for line in stacks)
+
+
+def test_a_rank_that_cannot_answer_is_not_answered_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank that is stopped, what it has started says nothing."""
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.5)
+    program = """
+if rank == 1:
+    from plsc.train.launch import answer_launcher
+    answer_launcher()
+    if os.fork() == 0: time.sleep(60)
+    (out / "ready").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not (out / "ready").exists(): time.sleep(0.01)
+time.sleep(0.3)
+say(1, "rank 1 stopped responding", about_others=True)
+"""
+    assert run(program, tmp_path) == module.Outcome(1, "rank 1 stopped responding")
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "text"),
+    [
+        ("say(2, 'error: label of rank 0')", 2, "error: label of rank 0"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "error: rank 0 was ended by SIGSEGV"),
+    ],
+)
+def test_a_rank_that_hangs_is_not_asked_where_the_cause_is_known(
+    end: str, code: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
+    program = f"""
+where = pathlib.Path(os.environ["PLSC_REPORTS"]) / "1.where"
+if rank == 1:
+    where.write_text("in stuck_here")
+    time.sleep(60)
+while not where.exists(): time.sleep(0.01)
+{end}
+"""
+    assert run(program, tmp_path) == module.Outcome(code, text)
+
+
 def test_when_a_rank_fails_one_that_hangs_is_killed_with_all_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,8 +275,14 @@ def test_a_scratch_folder_that_a_killed_launcher_left_is_removed_by_the_next(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     foreign = [tmp_path / "plsc-launch-without-a-lock", tmp_path / "plsc-data"]
-    for folder in foreign:
+    old, link = tmp_path / "plsc-launch-old-without-a-lock", tmp_path / "plsc-launch-link"
+    for folder in (*foreign, old):
         folder.mkdir()
+    link.symlink_to(foreign[1])
+    foreign.append(link)
+    long_ago = time.time() - 2 * module.UNLOCKED_SECONDS
+    for folder in (old, foreign[1]):
+        os.utime(folder, (long_ago, long_ago))
     program = f"""
 import tempfile, time
 tempfile.tempdir = {str(tmp_path)!r}

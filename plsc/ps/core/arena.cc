@@ -19,6 +19,7 @@ namespace {
 constexpr size_t kHuge = size_t{2} << 20;
 constexpr size_t kOwnPages = size_t{64} << 10;  // from here on freed memory goes back to the system at once
 constexpr size_t kLargestRegion = size_t{64} << 20;
+constexpr size_t kProbes = 32;
 
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
@@ -79,7 +80,10 @@ Block::~Block() {
 }
 
 Arena::Arena(size_t slab_bytes, const std::string& directory) : slab_bytes_(slab_bytes) {
-  if (!directory.empty()) file_ = nameless_file(directory);
+  if (directory.empty()) return;
+  file_ = nameless_file(directory);
+  const char* const wanted = std::getenv("PLSC_PS_READ_AHEAD");  // "0": to measure without it
+  reads_ahead_ = wanted == nullptr || std::strcmp(wanted, "0") != 0;
 }
 
 Arena::~Arena() {
@@ -94,6 +98,31 @@ char* Arena::slab() {
   used_ += slab_bytes_;
   bytes_.fetch_add(slab_bytes_, std::memory_order_relaxed);
   return slab;
+}
+
+void Arena::read_ahead(const char* const* rows, size_t count, size_t row_bytes, std::vector<uintptr_t>& work) {
+  static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto page_of = [](const char* at) { return reinterpret_cast<uintptr_t>(at) & ~(page - 1); };
+  // A few pages tell whether the batch is warm: to ask for each would cost more than warm rows do.
+  const size_t step = std::max<size_t>(count / std::min(kProbes, 2 + count / 1024), 1);
+  bool warm = true;
+  for (size_t i = 0; i < count && warm; i += step) {
+    unsigned char there = 1;
+    if (rows[i] != nullptr && mincore(reinterpret_cast<void*>(page_of(rows[i])), page, &there) == 0) warm = (there & 1) != 0;
+  }
+  if (warm) return;
+  work.clear();
+  for (size_t i = 0; i < count; ++i) {
+    if (rows[i] == nullptr) continue;
+    for (uintptr_t at = page_of(rows[i]); at <= page_of(rows[i] + row_bytes - 1); at += page) work.push_back(at);
+  }
+  std::sort(work.begin(), work.end());
+  for (size_t i = 0; i < work.size();) {
+    const uintptr_t first = work[i];
+    uintptr_t end = first + page;
+    while (++i < work.size() && work[i] <= end) end = work[i] + page;
+    madvise(reinterpret_cast<void*>(first), end - first, MADV_WILLNEED);  // advice: a refusal costs speed only
+  }
 }
 
 void Arena::grow() {

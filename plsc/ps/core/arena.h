@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -44,7 +45,11 @@ class Arena {
 
   char* slab();
   size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }  // of slabs handed out
-  bool in_file() const { return file_ >= 0; }
+  // Whether rows may have to be read from a disk, and are to be asked for beforehand.
+  bool reads_ahead() const { return reads_ahead_; }
+  // Asks the disk for the pages of these rows, all at once, unless memory seems to have them already. Rows may be null.
+  // Without it a row that is not in memory is read when it is touched, one after the other. `work` is scratch.
+  static void read_ahead(const char* const* rows, size_t count, size_t row_bytes, std::vector<uintptr_t>& work);
 
  private:
   struct Region {
@@ -55,6 +60,7 @@ class Arena {
 
   const size_t slab_bytes_;
   int file_ = -1;
+  bool reads_ahead_ = false;
   std::mutex mutex_;
   std::vector<Region> regions_;
   size_t used_ = 0;    // of the last region

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <optional>
@@ -71,8 +72,8 @@ plsc::TableOptions read_options(const nb::dict& o) {
   const auto r = get<nb::dict>(o, "rule");
   t.rule.kind = choose<RuleKind>(get<std::string>(r, "kind"),
                                  {{"sgd", RuleKind::sgd}, {"momentum", RuleKind::momentum}, {"adagrad", RuleKind::adagrad},
-                                  {"row_adagrad", RuleKind::row_adagrad}, {"adam", RuleKind::adam}, {"ftrl", RuleKind::ftrl},
-                                  {"custom", RuleKind::custom}});
+                                  {"row_adagrad", RuleKind::row_adagrad}, {"adam", RuleKind::adam}, {"adamw", RuleKind::adamw}, {"ftrl", RuleKind::ftrl},
+                                  {"user", RuleKind::user}, {"custom", RuleKind::custom}});
   const std::pair<const char*, float*> numbers[] = {
       {"weight_decay", &t.rule.weight_decay}, {"clip_norm", &t.rule.clip_norm}, {"clip_value", &t.rule.clip_value},
       {"momentum", &t.rule.momentum}, {"eps", &t.rule.eps}, {"initial", &t.rule.initial}, {"beta1", &t.rule.beta1},
@@ -81,6 +82,8 @@ plsc::TableOptions read_options(const nb::dict& o) {
     if (r.contains(name)) *number = get<float>(r, name);
   }
   if (r.contains("custom_state")) t.rule.custom_state = get<int>(r, "custom_state");
+  if (r.contains("step")) t.rule.step = reinterpret_cast<plsc::UserStep>(get<uintptr_t>(r, "step"));
+  if (r.contains("args")) t.rule.args = get<std::vector<float>>(r, "args");
   return t;
 }
 

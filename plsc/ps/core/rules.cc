@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <type_traits>
 
 #include "bits.h"
 
@@ -88,6 +89,22 @@ struct Adam {
   }
 };
 
+// Adam whose weight decay shrinks the value instead of adding to the gradient (Loshchilov and Hutter 2019).
+struct AdamW {
+  static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
+                   int dim) {
+    const float kept = 1.0f - lr * spec.rule.weight_decay;
+    for (int d = 0; d < dim; ++d) w[d] *= kept;
+    Adam::step(spec, lr, w, s, g, dim);
+  }
+};
+
+struct User {
+  static void step(const RowSpec& spec, float lr, float* w, float* s, const float* g, int dim) {
+    spec.rule.step(w, s, g, dim, lr, spec.rule.args.data());
+  }
+};
+
 // FTRL-proximal, per coordinate (McMahan et al. 2013, algorithm 1): alpha is the learning rate.
 struct Ftrl {
   static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
@@ -107,8 +124,8 @@ struct Ftrl {
 };
 
 // Weight decay, then clipping by norm, then by value; into `out`.
-void prepare(const RuleOptions& rule, const float* w, const float* g, float* out, int dim) {
-  for (int d = 0; d < dim; ++d) out[d] = g[d] + rule.weight_decay * w[d];
+void prepare(const RuleOptions& rule, float decay, const float* w, const float* g, float* out, int dim) {
+  for (int d = 0; d < dim; ++d) out[d] = g[d] + decay * w[d];
   if (rule.clip_norm > 0.0f) {
     double sum = 0.0;
     for (int d = 0; d < dim; ++d) sum += static_cast<double>(out[d]) * out[d];
@@ -133,8 +150,9 @@ inline __attribute__((always_inline)) bool update_row(const RowSpec& spec, float
   float* const value = direct ? reinterpret_cast<float*>(row) : scratch;
   if (!direct) read_value(layout, row, value);
   const RuleOptions& rule = spec.rule;
-  if (rule.weight_decay != 0.0f || rule.clip_norm > 0.0f || rule.clip_value > 0.0f) {
-    prepare(rule, value, grad, scratch + dim, dim);
+  const float decay = std::is_same_v<Rule, AdamW> ? 0.0f : rule.weight_decay;
+  if (decay != 0.0f || rule.clip_norm > 0.0f || rule.clip_value > 0.0f) {
+    prepare(rule, decay, value, grad, scratch + dim, dim);
     grad = scratch + dim;
   }
   Rule::step(spec, lr, value, reinterpret_cast<float*>(row + layout.state_at), grad, dim);
@@ -192,9 +210,11 @@ int state_floats(const RuleOptions& rule, int dim) {
     case RuleKind::row_adagrad:
       return 1;
     case RuleKind::adam:
+    case RuleKind::adamw:
       return 2 * dim + 1;
     case RuleKind::ftrl:
       return 2 * dim;
+    case RuleKind::user:
     case RuleKind::custom:
       return rule.custom_state;
   }
@@ -216,7 +236,7 @@ RowSpec make_spec(int dim, Dtype dtype, const RuleOptions& rule, Init init, floa
                   bool counters) {
   RowSpec spec;
   spec.rule = rule;
-  if (rule.kind == RuleKind::adam) spec.bias.fill(rule.beta1, rule.beta2);
+  if (rule.kind == RuleKind::adam || rule.kind == RuleKind::adamw) spec.bias.fill(rule.beta1, rule.beta2);
   spec.init = init;
   spec.init_scale = init_scale;
   spec.seed = seed;
@@ -245,8 +265,12 @@ Update update_of(const RowSpec& spec) {
       return by_dim<RowAdagrad>(dim);
     case RuleKind::adam:
       return by_dim<Adam>(dim);
+    case RuleKind::adamw:
+      return by_dim<AdamW>(dim);
     case RuleKind::ftrl:
       return by_dim<Ftrl>(dim);
+    case RuleKind::user:
+      return update<User, 0>;
     case RuleKind::custom:
       return nullptr;
   }

@@ -10,11 +10,14 @@ namespace plsc {
 
 enum class Dtype { fp32, fp16, bf16 };
 enum class Init { zeros, constant, uniform, normal };
-enum class RuleKind { sgd, momentum, adagrad, row_adagrad, adam, ftrl, custom };
+enum class RuleKind { sgd, momentum, adagrad, row_adagrad, adam, adamw, ftrl, user, custom };
+
+// A rule of the user's own, compiled by him against plsc_rule.h, where it is described.
+using UserStep = void (*)(float* value, float* state, const float* grad, int dim, float lr, const float* args);
 
 struct RuleOptions {
   RuleKind kind = RuleKind::sgd;
-  float weight_decay = 0.0f;  // adds weight_decay * value to the gradient
+  float weight_decay = 0.0f;  // adds weight_decay * value to the gradient; of adamw, shrinks the value
   float clip_norm = 0.0f;     // 0: off. Largest 2-norm of a row's gradient
   float clip_value = 0.0f;    // 0: off. Largest magnitude of a component
   float momentum = 0.9f;
@@ -26,6 +29,8 @@ struct RuleOptions {
   float l1 = 0.0f;
   float l2 = 0.0f;
   int custom_state = 0;  // floats a row when the rule is the caller's own
+  UserStep step = nullptr;  // of a user's rule, with its constants
+  std::vector<float> args;
 };
 
 // Corrections of Adam's moments after t steps, 1 / (1 - beta1^t) and 1 / sqrt(1 - beta2^t): computed in double, kept.

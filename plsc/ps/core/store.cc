@@ -152,6 +152,8 @@ uint64_t Table::save(const std::string& path, const std::string& header, uint64_
     // A block: its head, then keys, times seen and rows, each in one piece.
     std::vector<char> block(sizeof(BlockHead) + most * (12 + stride));
     std::vector<const Slot*> slots;
+    std::vector<const char*> ahead;
+    std::vector<uintptr_t> pages;
     for (auto& owned : stripes_) {
       gate_.enter();
       const std::unique_ptr<Gate, void (*)(Gate*)> leave(&gate_, [](Gate* gate) { gate->leave(); });
@@ -167,6 +169,11 @@ uint64_t Table::save(const std::string& path, const std::string& header, uint64_
         }
         if (slots.empty()) break;
         const size_t n = slots.size(), bytes = n * (12 + stride);
+        if (arena_->reads_ahead()) {
+          ahead.clear();
+          for (const Slot* slot : slots) ahead.push_back(row_at(stripe, slot->row - 1));
+          Arena::read_ahead(ahead.data(), n, stride, pages);
+        }
         char* const keys = block.data() + sizeof(BlockHead);
         char* const seen = keys + 8 * n;
         char* const rows = seen + 4 * n;

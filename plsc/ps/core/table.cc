@@ -73,6 +73,7 @@ struct Table::Scratch {
   std::vector<Item> items;  // sorted by stripe
   std::vector<uint32_t> start, late;
   std::vector<char*> rows;
+  std::vector<uintptr_t> pages;  // to be read from the arena's file
   std::vector<float> floats;
   const char* seen = nullptr;  // of a batch that says when its rows were seen: four bytes a key, unaligned
 };
@@ -202,6 +203,7 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, s
     }
     over = over || over_quota(stripe);
     if (!options_.locked) return;
+    if (arena_->reads_ahead()) Arena::read_ahead(s.rows.data() + begin, end - begin, row_bytes, s.pages);
     for (uint32_t j = begin; j < end; ++j) {
       if (j + kLockedAhead < end) {
         if (s.rows[j + kLockedAhead] != nullptr) prefetch_row(s.rows[j + kLockedAhead], row_bytes);
@@ -231,6 +233,7 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, s
   contended_.fetch_add(s.late.size(), std::memory_order_relaxed);
   if (options_.locked) return over;
   // Hogwild: rows do not move, so their floats are reached without a lock, in the order of the batch.
+  if (arena_->reads_ahead()) Arena::read_ahead(s.rows.data(), n, row_bytes, s.pages);
   for (size_t i = 0; i < n; ++i) {
     if (i + kAhead < n && s.rows[i + kAhead] != nullptr) prefetch_row(s.rows[i + kAhead], row_bytes);
     visit(i, s.rows[i]);

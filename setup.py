@@ -93,7 +93,10 @@ setup(
     # The CUDA kernels travel as text; CuPy compiles them at first use. cuda/ itself must be no package (see the tests).
     packages=[*find_packages(include=["plsc", "plsc.*"]), "plsc._cuda"],
     package_dir={"plsc._cuda": "cuda"},
-    package_data={"plsc": ["py.typed", "recipes/*.toml", "serve/page/*", "ps/core/plsc_rule.h"], "plsc._cuda": ["*.cu", "*.cuh"]},
+    package_data={
+        "plsc": ["py.typed", "recipes/*.toml", "serve/page/*", "ps/core/plsc_rule.h"],
+        "plsc._cuda": ["*.cu", "*.cuh"],
+    },
     include_package_data=False,  # else the C++ sources, being in the manifest, would go into the wheel
     ext_modules=EXTENSIONS,
     cmdclass={"build_ext": BuildNative},

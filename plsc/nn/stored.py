@@ -133,6 +133,11 @@ class StoredHead(ClassParallelHead):
                 f"weight: got a store with init={birth['init']!r}, expected normal or uniform: class centres that are "
                 "born alike have no direction of their own"
             )
+        if not getattr(store, "keeps_rows", True):
+            raise ValueError(
+                "weight: got a table with max_rows or admission, which would forget classes; expected one that keeps "
+                "every row: neither max_rows, admit_after nor admit_probability"
+            )
         if self.comm.world_size > 1 and getattr(store, "averages", False):
             raise ValueError(
                 f"weight: got {type(store).__name__}, which divides what is pushed by the number of workers, but a "

@@ -380,6 +380,10 @@ class Seat:
     def birth(self) -> dict[str, Any]:
         return self._host.table.birth()
 
+    @property
+    def keeps_rows(self) -> bool:
+        return self._host.table.keeps_rows
+
     def pull(self, keys: Array, *, create: bool = True, out: Array | None = None) -> Array:
         return self._host.table.pull(keys, create=create, out=out)
 

@@ -105,6 +105,7 @@ class Table:
         )
         self._one_push = threading.Lock() if locked else None  # a PythonRule's push is several calls
         self._bounded = max_rows is not None
+        self._admits_all = admit_after == 1 and admit_probability == 1.0
         self._saving = threading.Lock()
         self._base: tuple[str, int, int] | None = None  # id, clock and erased rows of the last full save
         self._saved_as: str | None = None
@@ -118,6 +119,11 @@ class Table:
         if not np.isfinite(lr) or lr <= 0:
             raise ValueError(f"lr: got {lr}, expected a positive number")
         self._lr = float(lr)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether every key that is pushed has a row from then on: no admission, no bound."""
+        return self._admits_all and not self._bounded
 
     @property
     def last_save(self) -> str | None:

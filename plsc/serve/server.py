@@ -101,17 +101,18 @@ def _check_tls(certificate: str, key: str) -> None:
 def _listen(address: Address) -> list[socket.socket]:
     """Sockets on all addresses of the host's name; ValueError where the port is taken or the host is not this one."""
     found: list[socket.socket] = []
+    missing: OSError | None = None
     try:
-        port, missing = address.port, None
-        for family, *_, where in socket.getaddrinfo(address.host, port, 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE):
+        for family, _, protocol, _, where in socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            port = found[0].getsockname()[1] if found else address.port
             try:
-                found.append(socket.create_server((where[0], port), family=family, backlog=BACKLOG))
+                found.append(_bound(family, protocol, (where[0], port, *where[2:])))
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
                 missing = error  # such as ::1 of "localhost", where there is no IPv6
-                continue
-            port = found[0].getsockname()[1]
         if not found and missing is not None:
             raise missing
     except OSError as error:
@@ -121,6 +122,21 @@ def _listen(address: Address) -> list[socket.socket]:
             f"{address.host}:{address.port}: cannot listen there ({error.strerror or error}); expected an address of "
             "this machine and a free port; give another --port or --host"
         ) from error
+    return found
+
+
+def _bound(family: int, protocol: int, where: tuple[Any, ...]) -> socket.socket:
+    """A socket that listens. Its protocol is named: asyncio looks at that before it turns Nagle's delay off, 40 ms."""
+    found = socket.socket(family, socket.SOCK_STREAM, protocol)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        found.bind(where)
+        found.listen(BACKLOG)
+    except BaseException:
+        found.close()
+        raise
     return found
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
 
 from plsc.comm import LocalCommunicator
+from plsc.data import Dataset, Loader
 from plsc.nn.class_parallel import block_rows
 from plsc.train import build, speeds
 from plsc.train.config import Config, HeadConfig
@@ -77,7 +79,9 @@ def plan(config: Config, *, say: Say) -> bool:
     batch = batch_of(config, target)
     if target.here and torch.get_num_threads() > 1 and target.device is None:
         torch.set_num_threads(max(1, num_cores() // target.num_ranks))
-    classes = classes_of(config)
+    classes, data = open_data(config)
+    if data is not None and target.here and config.data.workers == 0:
+        read_some(config, data, batch)  # what reading takes is this process's then
     backbone = speeds.measure_backbone(config, batch, repeats=2 if target.device is None else 1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     known = target.device or speeds.measure_head(config, batch * target.num_ranks, device)
@@ -101,13 +105,12 @@ def read_target(config: Config) -> Target:
     if text == "here":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         ranks = config.nproc
-        if device.type == "cuda":  # as between the GPUs of a host that one can buy
-            return Target(text, ranks, speeds.available_bytes(device), 0.0, HARDWARE["H200"].links, here=True)
-        own = speeds.peak_bytes(device)  # this process is the first of the ranks
-        readers = ranks * config.data.workers * READER_BYTES
-        memory = (speeds.available_bytes(device) + own - readers) / ranks
+        memory = float(speeds.available_bytes(device) + speeds.peak_bytes(device))  # this process is one of the ranks
+        if device.type == "cuda":  # one a rank; links as between the GPUs of a host that one can buy
+            return Target(text, ranks, memory, 0.0, HARDWARE["H200"].links, here=True)
+        memory = memory / ranks - config.data.workers * READER_BYTES
         return Target(text, ranks, memory, 0.0, speeds.loopback(), here=True)
-    match = re.fullmatch(r"(?:(\d+)x)?(?:([\d.]+)([GT]i?B)|(\w+))", text, re.IGNORECASE)
+    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+(?:\.\d+)?)([GT]i?B)|(\w+))", text, re.IGNORECASE)
     names = {name.lower(): name for name in HARDWARE}
     if match is None or (match[4] and match[4].lower() not in names) or int(match[1] or 1) < 1:
         raise ValueError(
@@ -134,14 +137,21 @@ def batch_of(config: Config, target: Target) -> int:
     return config.batch_size // parts
 
 
-def classes_of(config: Config) -> int:
-    """The recipe's; the data is opened to count them where it does not say."""
-    if config.data.num_classes:
-        return config.data.num_classes
+def open_data(config: Config) -> tuple[int, Dataset | None]:
+    """The recipe's classes, and its data where it is there."""
     try:
-        return build.num_classes(config, build.build_data(config.data, seed=config.seed))
+        data = build.build_data(config.data, seed=config.seed)
     except ValueError as error:
+        if config.data.num_classes:
+            return config.data.num_classes, None
         raise ValueError(f"{error}; or say how many classes to plan for: --data.num-classes N") from error
+    return build.num_classes(config, data), data
+
+
+def read_some(config: Config, data: Dataset, batch: int) -> None:
+    """One batch, as a rank without reading processes takes it."""
+    with closing(Loader(data, min(batch, len(data)), transform=build.build_transform(config.data))) as loader:
+        next(loader.epochs(1))
 
 
 def candidates(config: Config) -> Iterator[HeadConfig]:

@@ -127,7 +127,7 @@ def entry_seconds(head: ClassParallelHead, num_samples: int, *, block: int, flop
     return max(beside / cosines, at_least)
 
 
-def step_seconds(head: ClassParallelHead, config: Config, *, block: int) -> float:
+def row_seconds(head: ClassParallelHead, config: Config, *, block: int) -> float:
     """Seconds a number of the weight takes to be stepped, gradient made orthogonal, by whatever steps it."""
     weight = head.weight.detach()
     grad = torch.randn(block, *weight.shape[1:], device=weight.device) * 1e-3
@@ -178,7 +178,7 @@ def measure_head(config: Config, num_samples: int, device: torch.device, *, know
         flops = product_rate(num_samples, wide, block=block)
         entry = entry_seconds(head, num_samples, block=block, flops=flops, read=read)
         known = Device(flops, entry, read, 0.0, overlaps=device.type == "cuda")
-    return replace(known, read=read, step=step_seconds(head, config, block=block))
+    return replace(known, read=read, step=row_seconds(head, config, block=block))
 
 
 # ---- the backbone

@@ -21,6 +21,7 @@ SETUP = {"__post_init__", "load_state_dict", "_parse", "init_blocks", "bytes_per
 ONCE = "once a step: its result has a length, or steers the host"
 CPU = "on a CPU only, or where ranks already differ in what they raise"
 HOST = "of a number that lies on the host"
+STORE = "rows of a store lie on the host or on servers"
 ALLOWED = {
     # (file, function): why
     ("ops/cross_entropy.py", "_check_upstream"): ONCE + "; agrees on upstream gradients before the second sweep",
@@ -40,6 +41,11 @@ ALLOWED = {
     ("nn/class_parallel.py", "check_labels"): CPU + ": on a GPU an assertion that runs there takes its place",
     ("nn/head.py", "ClassParallelHead._loss"): ONCE + "; the step's number lies in a buffer",
     ("nn/head.py", "ClassParallelHead._observe"): ONCE + "; margins that follow the batch's statistics",
+    ("nn/stored.py", "StoredHead.pull"): STORE,
+    ("nn/stored.py", "StoredHead.push"): STORE,
+    ("nn/stored.py", "StoredHead.save_classes"): "where a checkpoint is written or read",
+    ("nn/stored.py", "StoredHead.load_classes"): "where a checkpoint is written or read",
+    ("nn/stored.py", "StoredHead.set_extra_state"): "where a checkpoint is written or read",
     ("strategies/dgc.py", "DGC.step"): ONCE + ": whether all gradients are finite is agreed before they are sent",
     ("strategies/dgc.py", "DGC._apply_sparse"): "where clip_norm is set: whether to clip",
     ("strategies/dgc.py", "largest_entries"): "the twin's: the kernels of select.cu do not wait",

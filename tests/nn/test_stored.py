@@ -327,6 +327,8 @@ def test_bad_saves(tmp_path: Path) -> None:
         ({"weight": {"dim": 9}}, "store of dim 9, expected 8"),
         ({"sub_centers": 2}, "make the table with dim=16"),
         ({"weight": {"init": "zeros"}}, "born alike"),
+        ({"weight": {"max_rows": 4096}}, "would forget classes"),
+        ({"weight": {"admit_after": 2}}, "would forget classes"),
     ],
     ids=str,
 )

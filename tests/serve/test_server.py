@@ -1,5 +1,6 @@
 """A real server: its client, its end, slow and vanishing clients, large bodies, two on one gallery, kill -9, TLS."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -19,7 +20,7 @@ import pytest
 
 from plsc.serve import Client, ServiceError
 from plsc.serve.bundle import Bundle
-from plsc.serve.server import Address, is_loopback, read_token, serve
+from plsc.serve.server import Address, _listen, is_loopback, read_token, serve
 
 from .conftest import DIM, draw, encode
 from .running import Running, words
@@ -338,6 +339,26 @@ def test_where_nobody_can_listen() -> None:
         for host, port in (("127.0.0.1", other.getsockname()[1]), ("192.0.2.1", 0), ("no-such-host.invalid", 0)):
             with pytest.raises(ValueError, match=r"cannot listen there .*give another --port or --host"):
                 serve(lambda: pytest.fail("started"), Address(host=host, port=port, token=TOKEN))
+
+
+def test_answers_are_not_held_back() -> None:
+    """No connection waits for fuller packets (Nagle): with a client that acknowledges late, 40 ms an answer."""
+
+    async def accepted_without_delay() -> int:
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[int] = loop.create_future()
+
+        class Accepted(asyncio.Protocol):
+            def connection_made(self, transport: Any) -> None:
+                line = transport.get_extra_info("socket")
+                found.set_result(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+        (listening,) = _listen(Address(port=0))
+        async with await loop.create_server(Accepted, sock=listening):
+            with socket.create_connection(listening.getsockname()):
+                return await asyncio.wait_for(found, 30)
+
+    assert asyncio.run(accepted_without_delay())
 
 
 def test_a_client_that_was_idle_adds_again() -> None:

@@ -132,8 +132,9 @@ if sys.argv[1] == "trained":
         trainer.fleet.step(trainer.head(trainer.backbone(images), labels), trainer.optimizer)
     print(speeds.peak_bytes(torch.device("cpu")))
 else:
-    assert plan.classes_of(config) == classes
-    trainer_data = plan.build.build_data(config.data, seed=0)
+    found, data = plan.open_data(config)
+    assert found == classes
+    plan.read_some(config, data, 32)
     backbone = speeds.measure_backbone(config, 32)
     print(plan.rank_bytes(config, classes, plan.read_target(config), backbone, plan.kept_of(config)))
 """
@@ -262,7 +263,7 @@ def test_a_target_by_name_is_told_with_its_assumed_rates() -> None:
     assert "assumed, not measured: products 50 TF/s" in told
 
 
-@pytest.mark.parametrize("text", ["8x", "eight", "0x32GB", "8xP100", "32MB", "x32GB"])
+@pytest.mark.parametrize("text", ["8x", "eight", "0x32GB", "8xP100", "32MB", "x32GB", "8x1.2.3GB"])
 def test_devices_nobody_knows_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected here, or devices as 8x32GB or 8xV100"):
         plan.read_target(config(plan=text))
@@ -273,11 +274,21 @@ def test_a_batch_that_does_not_divide_is_refused_with_one_that_does() -> None:
         plan.batch_of(config(), plan.read_target(config(plan="5x4GB")))
 
 
+def test_here_every_rank_has_its_share_and_readers_take_theirs() -> None:
+    alone, three = (
+        plan.read_target(config(nproc=ranks, data=replace(config().data, workers=workers)))
+        for ranks, workers in ((1, 0), (3, 2))
+    )
+    assert three.memory == pytest.approx(alone.memory / 3 - 2 * plan.READER_BYTES, abs=0.2 * GB)
+    assert (three.num_ranks, three.here, three.device) == (3, True, None)
+
+
 def test_missing_data_can_be_replaced_by_a_number() -> None:
     absent = DataConfig(kind="folder", path="nowhere")
     with pytest.raises(ValueError, match=r"--data\.num-classes N"):
-        plan.classes_of(config(data=absent))
-    assert plan.classes_of(config(data=replace(absent, num_classes=7))) == 7
+        plan.open_data(config(data=absent))
+    assert plan.open_data(config(data=replace(absent, num_classes=7))) == (7, None)
+    assert plan.open_data(config())[0] == CLASSES
 
 
 # ---- measuring, small

@@ -351,3 +351,18 @@ def test_the_command(small: None, capsys: pytest.CaptureFixture[str], tmp_path: 
     assert cli.train(["glyphs", *flags[:2], "--data.num-classes", "999999999", *flags[4:], "--plan", "4GB"]) == 1
     assert "does not fit" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "read"),
+    [
+        ([], []),
+        (["--plan"], ["--plan=here"]),
+        (["--plan", "--nproc", "2"], ["--plan=here", "--nproc", "2"]),
+        (["--nproc", "2", "--plan"], ["--nproc", "2", "--plan=here"]),
+        (["--plan", "8xV100"], ["--plan", "8xV100"]),
+        (["--plan=8xV100"], ["--plan=8xV100"]),
+    ],
+)
+def test_plan_without_a_word_is_for_this_machine(args: list[str], read: list[str]) -> None:
+    assert cli._plan_here(args) == read

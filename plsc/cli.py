@@ -25,7 +25,7 @@ from plsc.serve.bundle import STORAGES
 from plsc.train.checkpoint import Checkpoints
 from plsc.train.config import Config, dump, from_dict, list_recipes, load_recipe, read_recipe
 from plsc.train.elastic import run_again
-from plsc.train.failures import EXIT_DIVERGED, EXIT_FAILURE, EXIT_USAGE, exit_code, told
+from plsc.train.failures import EXIT_DIVERGED, EXIT_FAILURE, EXIT_USAGE, exit_code, opening, told
 from plsc.train.launch import (
     EXIT_INTERRUPTED,
     Outcome,
@@ -35,7 +35,7 @@ from plsc.train.launch import (
     report,
     scratch_folder,
 )
-from plsc.train.preflight import check_folder, opening
+from plsc.train.preflight import check_folder
 
 PS_TASKS = ("ctr", "word2vec")
 T = TypeVar("T")

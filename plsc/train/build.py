@@ -40,7 +40,7 @@ from plsc.nn import MARGINS, ClassParallelHead, ClassParallelLinear, Margin
 from plsc.ops import LARS, SGD, AdamW, RowOptimizer
 from plsc.strategies import Schedule, build_optimizer, param_groups
 from plsc.train.config import Config, DataConfig, HeadConfig, OptimConfig, did_you_mean
-from plsc.train.preflight import opening
+from plsc.train.failures import opening
 
 Head = ClassParallelHead | ClassParallelLinear
 Progress = Callable[[int, int], None]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from plsc.comm import CommError, FailedTogether
@@ -21,6 +23,19 @@ def exit_code(error: Exception) -> int:
     if isinstance(error, NonFiniteLoss):
         return EXIT_DIVERGED
     return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILURE
+
+
+@contextmanager
+def opening(name: str, path: str) -> Iterator[None]:
+    """ValueError that names the setting, for a path that is not there, of another kind or not to be read by us."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        which = "" if error.filename in (None, path) else f"{error.filename}: "
+        why = (error.strerror or type(error).__name__).lower()
+        raise ValueError(f"{name} is {path!r}, which cannot be opened ({which}{why}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is {path!r}, expected a text file in UTF-8: {error.reason}") from error
 
 
 def told(error: Exception) -> str:

@@ -6,8 +6,6 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,19 +37,6 @@ def check_folder(path: str | Path, flag: str) -> None:
             f"{flag} is {str(path)!r}, but nothing can be written into {there} ({error.strerror}); expected a folder "
             "of yours on a disk with room"
         ) from error
-
-
-@contextmanager
-def opening(name: str, path: str) -> Iterator[None]:
-    """ValueError that names the setting, for a path that is not there, of another kind or not to be read by us."""
-    try:
-        yield
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        which = "" if error.filename in (None, path) else f"{error.filename}: "
-        why = (error.strerror or type(error).__name__).lower()
-        raise ValueError(f"{name} is {path!r}, which cannot be opened ({which}{why}); check the path") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is {path!r}, expected a text file in UTF-8: {error.reason}") from error
 
 
 def existing(path: str | Path) -> Path:

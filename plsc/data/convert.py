@@ -1,9 +1,11 @@
 """Labelled images moved between folder, list, .rec, tar, Parquet and LMDB, bytes untouched; splits by identity."""
 
 import functools
+import glob
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -18,10 +20,12 @@ from plsc.data.recordio import RecordIO
 from plsc.data.records import RecordWriter
 from plsc.data.tar import TarShards, TarWriter
 from plsc.data.verification import VerificationSet
+from plsc.data.writing import name_full_disk
 
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 2**30  # of a tar, when several are written
+_NO_FOLDERS = (".zip", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".csv", ".json", ".jsonl", ".idx", ".npz", ".h5")
 _MAGIC = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"RIFF", ".webp"), (b"BM", ".bmp"))
 Progress = Callable[[int, int], None]
 
@@ -116,8 +120,11 @@ def convert(data: Encoded, target: str | os.PathLike[str], *, progress: Progress
     kind = kind_of(target)
     if kind == "bin":
         raise ValueError(f"{target}: .bin sets are only read; write .rec, .tar, .parquet, .lmdb, .txt or a folder")
-    if os.path.exists(target):
-        raise ValueError(f"{target} exists already; remove it or give another name")
+    if kind == "folder" and target.lower().endswith(_NO_FOLDERS):
+        raise ValueError(
+            f"{target}: got no folder's name, expected one, or .rec, .tar (not compressed), .parquet, .lmdb or .txt"
+        )
+    _check_free(target)
     if len(data) == 0:
         raise ValueError(f"nothing to write into {target}: the data set is empty")
     Path(target).parent.mkdir(parents=True, exist_ok=True)
@@ -125,28 +132,42 @@ def convert(data: Encoded, target: str | os.PathLike[str], *, progress: Progress
     if kind == "rec":
         with RecordWriter(target) as records:
             for i in samples:
-                records.write(int(data.labels[i]), data.encoded(i))
+                if not (image := data.encoded(i)):
+                    raise ValueError(f"{data.name(i)}: got an empty image, which a .rec cannot hold; remove it")
+                records.write(int(data.labels[i]), image)
+            _check_free(target)
     elif kind == "parquet":
         with ParquetWriter(target) as rows:
             names = _names(data)
             for i in samples:
                 name = names[i].encode("utf-8", "backslashreplace").decode()
                 rows.write(name, int(data.labels[i]), data.encoded(i))
+            _check_free(target)
     elif kind == "lmdb":
         names = _names(data)
         with LMDBWriter(target) as values:
             for i in samples:
                 values.write(names[i], int(data.labels[i]), data.encoded(i))
+            _check_free(target)
     elif kind == "tar":
         keys = _keys(data)
         with TarWriter(target, max_bytes=SHARD_BYTES if "{}" in target else None) as tar:
             for i in samples:
                 tar.write(*keys[i], int(data.labels[i]), data.encoded(i))
+            _check_free(target)
     else:
         _write_files(data, target, kind, samples)
     if kind == "folder" and not np.array_equal(np.sort(data.labels, kind="stable"), data.labels):
         logger.warning("%s: the samples are in another order than before, by class", target)
     return target
+
+
+def _check_free(target: str) -> None:
+    """Refuses a name that is taken, at the start and again before files get theirs: another may have written it."""
+    taken = [target] if "{}" not in target else glob.glob(glob.escape(target).replace("{}", "[0-9]*"))
+    for path in taken:
+        if os.path.lexists(path):
+            raise ValueError(f"{path} exists already; remove it or give another name")
 
 
 def split(
@@ -160,13 +181,13 @@ def split(
         raise ValueError(
             f"got {len(targets)} targets and share={share}, expected two targets and a share within 0 to 1"
         )
+    for name in targets:
+        _check_free(os.fspath(name))
     classes = np.unique(data.labels[data.labels >= 0])
     if len(classes) < 2:
         raise ValueError(f"got {len(classes)} classes with images, expected at least two to split")
-    held = np.zeros(int(classes.max()) + 1, np.bool_)
     number = min(max(1, round(share * len(classes))), len(classes) - 1)
-    held[np.random.default_rng(seed).permutation(classes)[:number]] = True
-    second = (data.labels >= 0) & held[np.maximum(data.labels, 0)]
+    second = np.isin(data.labels, np.random.default_rng(seed).permutation(classes)[:number])
     for target, rows in zip(targets, (np.flatnonzero(~second), np.flatnonzero(second)), strict=True):
         labels = np.asarray(data.labels)[rows]
         known = np.unique(labels[labels >= 0])
@@ -196,7 +217,7 @@ def _names(data: Encoded) -> list[str]:
     if len(set(names)) == len(names) and all(map(_is_safe, names)):
         return names
     width = len(str(max(data.num_classes - 1, 0)))
-    counts = np.zeros(data.num_classes + 1, np.int64)  # the last: ignored samples
+    counts: Counter[int] = Counter()
     made = []
     for i, label in enumerate(np.asarray(data.labels).tolist()):
         counts[label] += 1
@@ -211,8 +232,7 @@ def _is_safe(name: str) -> bool:
         len(parts) == 2
         and not name.startswith("/")
         and not any(part.startswith(".") or part != part.strip() for part in parts)
-        and "\n" not in name
-        and "\0" not in name
+        and not any(character in name for character in "\n\r\t\0")  # what lists part names by
         and name.lower().endswith(SUFFIXES)
     )
 
@@ -233,8 +253,7 @@ def _keys(data: Encoded) -> list[tuple[str, str]]:
 def _write_files(data: Encoded, target: str, kind: str, samples: Iterable[int]) -> None:
     """A folder of class folders, or a list with such a folder beside it; put in place when whole."""
     root = os.path.splitext(target)[0] if kind == "list" else target
-    if os.path.exists(root):
-        raise ValueError(f"{root} exists already; remove it or give another name")
+    _check_free(root)
     names = _names(data)
     if kind == "folder" and not _sorts_as(names, data.labels):
         present = np.unique(data.labels)
@@ -255,11 +274,17 @@ def _write_files(data: Encoded, target: str, kind: str, samples: Iterable[int]) 
             folder = os.path.basename(root)
             lines = (f"{folder}/{name} {label}\n" for name, label in zip(names, data.labels.tolist(), strict=True))
             Path(f"{draft}.txt").write_bytes(os.fsencode("".join(lines)))
+        _check_free(root)
+        _check_free(target)
         os.rename(draft, root)
         if kind == "list":
             os.replace(f"{draft}.txt", target)
+    except OSError as error:
+        name_full_disk(error, target)
+        raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+        Path(f"{draft}.txt").unlink(missing_ok=True)
 
 
 class _Nameless(Subset):

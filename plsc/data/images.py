@@ -205,7 +205,12 @@ class _ZipIndex:
             file.seek(name_bytes + extra_bytes, os.SEEK_CUR)
             data = file.read(int(self.size[i]))
         if self.method[i] == _ZIP_DEFLATED:
-            data = zlib.decompress(data, -zlib.MAX_WBITS)
+            try:
+                data = zlib.decompress(data, -zlib.MAX_WBITS)
+            except zlib.error as error:
+                raise ValueError(
+                    f"{self.path}: the member at byte {self.offset[i]} is damaged ({error}); fetch it again"
+                ) from error
         if zlib.crc32(data) != self.crc[i]:
             raise ValueError(f"{self.path}: checksum of the member at byte {self.offset[i]} differs; fetch it again")
         return data
@@ -231,7 +236,11 @@ class ImageFolder:
             self._files = PackedStrings(_label_members(members, classes, labels))
             self._zip = _zip_index(self.root, [info for _, _, info in members])
         else:
-            raise ValueError(f"{self.root}: expected a folder or a .zip archive of NAME/image.jpg; check the path")
+            got = "a file that is no whole .zip archive" if os.path.lexists(self.root) else "nothing there"
+            raise ValueError(
+                f"{self.root}: got {got}, expected a folder or a .zip archive of NAME/image.jpg; check the path. Other "
+                "data are known by their names: .rec, .tar (not compressed), .parquet, .lmdb, .txt, .lst, .tsv, .bin"
+            )
         if not labels:
             raise ValueError(f"{self.root}: no images found; expected {self.root}/NAME/*.jpg (or png, webp, bmp)")
         self.labels: NDArray[np.int64] = np.frombuffer(labels, np.int64)
@@ -346,27 +355,48 @@ def _scan_folder(root: str, classes: list[str], labels: "array[int]") -> Iterato
     """Yields the file names of all samples in order; fills `classes` and `labels` on the way."""
     with os.scandir(root) as entries:
         classes += sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        strays = [name for name in os.listdir(root) if _is_image(name) and name not in classes]
     empty = []
     for label, name in enumerate(classes):
         with os.scandir(os.path.join(root, name)) as entries:
-            files = sorted(entry.name for entry in entries if _is_image(entry.name) and entry.is_file())
+            files, others = list[str](), list[str]()
+            for entry in entries:
+                (files if _is_image(entry.name) and entry.is_file() else others).append(entry.name)
+        files.sort()
+        strays += [f"{name}/{other}" for other in others if not other.startswith(".")]
         if not files:
             empty.append(name)
         for file in files:
             labels.append(label)
             yield os.fsencode(file)
+    _warn_strays(root, strays)
     if empty and labels:
         shown = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
         raise ValueError(f"{root}: {len(empty)} class folders hold no images: {shown}; remove them")
 
 
+def _warn_strays(root: str, strays: list[str]) -> None:
+    """Says in the log what a folder or archive holds that is not read, for it may have been meant to be."""
+    if strays:
+        text = "%s: %d entries are left out, such as %s; read are %s in class folders, and links to such"
+        shown, known = ascii(min(strays))[1:-1], ", ".join(SUFFIXES)
+        logger.warning(text, root, len(strays), shown, known, extra={"once": True})
+
+
 def _scan_zip(path: str) -> list[tuple[str, str, zipfile.ZipInfo]]:
     """The images of an archive as sorted (class, file, info); folders above the classes must be the same for all."""
-    members, parents = [], set()
-    with zipfile.ZipFile(path) as archive:
+    members, parents, strays = [], set(), []
+    try:
+        archive = zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(f"{path}: cannot be read as a .zip archive ({error}); fetch it again") from error
+    with archive:
         for info in archive.infolist():
             parts = PurePosixPath(info.filename).parts
-            if info.is_dir() or not parts or not _is_image(parts[-1]) or parts[0] == "__MACOSX":
+            if info.is_dir() or not parts or parts[0] == "__MACOSX" or parts[-1].startswith("."):
+                continue
+            if not _is_image(parts[-1]):
+                strays += [info.filename] if len(parts) > 1 else []
                 continue
             if len(parts) < 2:
                 raise ValueError(f"{path}: {info.filename} lies in no class folder; expected NAME/image.jpg")
@@ -374,6 +404,7 @@ def _scan_zip(path: str) -> list[tuple[str, str, zipfile.ZipInfo]]:
                 raise ValueError(f"{path}: {info.filename} is encrypted or not stored/deflated; pack the archive again")
             parents.add(parts[:-2])
             members.append((parts[-2], parts[-1], info))
+    _warn_strays(path, strays)
     if len(parents) > 1:
         shown = ", ".join(sorted("/".join(parent) or "(top)" for parent in parents)[:3])
         raise ValueError(f"{path}: class folders lie in {len(parents)} places ({shown}); expected one")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plsc.data.images import _check_format, _warn_thin_classes, decode_image
-from plsc.data.writing import WholeOrNothing
+from plsc.data.writing import WholeOrNothing, drop
 
 _FIRST_SIZE = 2**26  # bytes of address space of a new file; doubled as it fills
 _BATCH = 512  # samples written in one transaction
@@ -108,12 +108,15 @@ def _lmdb() -> Any:
 class _File:
     """An open file. Read-only and without locks it may be used on after a fork, for it is but a memory map."""
 
-    def __init__(self, environment: Any) -> None:
-        self._environment = environment
+    def __init__(self, path: str, environment: Any) -> None:
+        self._path, self._environment = path, environment
 
     def get(self, key: bytes) -> bytes | None:
-        with self._environment.begin() as transaction:
-            found: bytes | None = transaction.get(key)
+        try:
+            with self._environment.begin() as transaction:
+                found: bytes | None = transaction.get(key)
+        except _lmdb().Error as error:
+            raise ValueError(f"{self._path}: {key.decode()} cannot be read ({error}); fetch the file again") from error
         return found
 
 
@@ -133,8 +136,18 @@ def _open(path: str) -> _File:
             made = lmdb.open(path, subdir=is_folder, readonly=True, lock=False, readahead=False, meminit=False)
         except lmdb.Error as error:
             raise ValueError(f"{path}: cannot be read as LMDB ({error}); fetch it again") from error
-        found = _OPEN[known] = _File(made)
+        _check_whole(path, made)
+        found = _OPEN[known] = _File(path, made)
     return found
+
+
+def _check_whole(path: str, environment: Any) -> None:
+    """Refuses a file cut short: reading what is mapped beyond its end would kill the process."""
+    wanted = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    size = os.path.getsize(os.path.join(path, "data.mdb") if os.path.isdir(path) else path)
+    if size < wanted:
+        environment.close()
+        raise ValueError(f"{path}: the file ends at byte {size} of {wanted}, it is cut short; fetch it again")
 
 
 class LMDBWriter(WholeOrNothing):
@@ -145,7 +158,13 @@ class LMDBWriter(WholeOrNothing):
         self._lmdb = _lmdb()
         self._draft = f"{self.path}.tmp-{os.getpid()}"
         self._size = _FIRST_SIZE
-        self._environment: Any = self._lmdb.open(self._draft, subdir=False, map_size=self._size, lock=False, sync=False)
+        try:
+            self._environment: Any = self._lmdb.open(
+                self._draft, subdir=False, map_size=self._size, lock=False, sync=False
+            )
+        except self._lmdb.Error as error:
+            drop([], [self._draft])
+            raise self._full(error) from error
         self._waiting: list[tuple[bytes, bytes]] = []
         self._labels: list[int] = []
 
@@ -166,7 +185,10 @@ class LMDBWriter(WholeOrNothing):
         self._waiting.append((b"labels", np.array(self._labels, "<i8").tobytes()))
         self._waiting.append((b"num-samples", b"%d" % len(self._labels)))
         self._flush()
-        self._environment.sync(True)
+        try:
+            self._environment.sync(True)
+        except self._lmdb.Error as error:
+            raise self._full(error) from error
         self._environment.close()
         self._environment = None
         os.replace(self._draft, self.path)
@@ -174,9 +196,11 @@ class LMDBWriter(WholeOrNothing):
     def discard(self) -> None:
         """Drops what was written; a file of that name from before stays."""
         if self._environment is not None:
-            self._environment.close()
+            drop([self._environment.close], [self._draft])
             self._environment = None
-            os.remove(self._draft)
+
+    def _full(self, error: Exception) -> ValueError:
+        return ValueError(f"{self.path}: cannot be written ({error}); is there space on the disk?")
 
     def _flush(self) -> None:
         while True:
@@ -188,5 +212,7 @@ class LMDBWriter(WholeOrNothing):
                 self._size *= 2
                 self._environment.set_mapsize(self._size)
                 continue
+            except self._lmdb.Error as error:
+                raise self._full(error) from error
             self._waiting = []
             return

@@ -24,6 +24,10 @@ def scan_list(path: str, labels: "array[int]", blanks: "array[int]") -> Iterator
                 blanks.append(number)
                 continue
             label = fields[-1]
+            if b"\r" in fields[0]:
+                raise ValueError(
+                    f"{path}, line {number}: got a carriage return within it, expected lines that end in \\n"
+                )
             if len(fields) != 2 or not fields[0] or not ((label.isdigit() and len(label) < 19) or label == b"-1"):
                 got = line.strip()[:200].decode(errors="replace")
                 raise ValueError(

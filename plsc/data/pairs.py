@@ -1,6 +1,7 @@
 """Pairs of images for verification: read from a list in LFW's format, or drawn from a labelled data set."""
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -31,17 +32,20 @@ def read_pairs(path: str | os.PathLike[str], names: Sequence[str]) -> Pairs:
     """
     with open(path, encoding="utf-8-sig") as file:
         lines = [(number, fields) for number, line in enumerate(file, 1) if (fields := line.split())]
-    if not lines or len(lines[0][1]) not in (1, 2) or not all(field.isdigit() for field in lines[0][1]):
+    if not lines or len(lines[0][1]) not in (1, 2) or not all(field.isdecimal() for field in lines[0][1]):
         raise ValueError(f"{path}: expected a first line `folds pairs`, such as `10 300`")
     folds, each = [1, *map(int, lines[0][1])][-2:]
     if folds < 1 or each < 1 or len(lines) - 1 != 2 * folds * each:
         raise ValueError(
             f"{path}: got {len(lines) - 1} pairs, expected {folds} folds of {each} same and {each} different"
         )
-    index = {PurePosixPath(name).stem: i for i, name in enumerate(names)}
+    stems = [PurePosixPath(name).stem for name in names]
+    index = {stem: i for i, stem in enumerate(stems)}
     pairs, same, missing = np.empty((len(lines) - 1, 2), np.int64), np.empty(len(lines) - 1, np.bool_), []
     for p, (number, fields) in enumerate(lines[1:]):
-        if len(fields) not in (3, 4) or not (fields[-1].isdigit() and fields[-2 if len(fields) == 3 else 1].isdigit()):
+        if len(fields) not in (3, 4) or not (
+            fields[-1].isdecimal() and fields[-2 if len(fields) == 3 else 1].isdecimal()
+        ):
             raise ValueError(
                 f"{path}, line {number}: got {' '.join(fields)!r}, expected `NAME i j` or `NAME i OTHER j`"
             )
@@ -54,6 +58,13 @@ def read_pairs(path: str | os.PathLike[str], names: Sequence[str]) -> Pairs:
     if missing:
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise ValueError(f"{path}: {len(missing)} images are not in the data set: {shown}")
+    if len(index) < len(names):  # a name in two folders: which of them is meant?
+        counts = Counter(stems)
+        if twice := [stems[row] for row in np.unique(pairs).tolist() if counts[stems[row]] > 1]:
+            raise ValueError(
+                f"{path}: {len(twice)} of its images are named alike in several folders of the data set: "
+                f"{', '.join(twice[:5])}; expected each NAME_0001 once, rename them"
+            )
     if any(same[fold].sum() != each for fold in np.split(np.arange(len(same)), folds)):
         raise ValueError(f"{path}: a fold has not {each} pairs of each kind; expected the folds one after the other")
     return Pairs(pairs[:, 0].copy(), pairs[:, 1].copy(), same, folds)
@@ -80,7 +91,7 @@ def write_pairs(path: str | os.PathLike[str], pairs: Pairs, names: Sequence[str]
 
 def _person(path: str | os.PathLike[str], name: str) -> tuple[str, int]:
     person, _, number = PurePosixPath(name).stem.rpartition("_")
-    if not person or not number.isdigit() or f"{int(number):04d}" != number or len(person.split()) != 1:
+    if not person or not number.isdecimal() or f"{int(number):04d}" != number or len(person.split()) != 1:
         raise ValueError(
             f"{path}: got an image named {name}, expected NAME_0001.jpg without blanks; `plsc-data convert` to .rec, "
             "and from there to a folder, names images so"

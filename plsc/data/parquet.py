@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from plsc.data.images import _check_format, _warn_thin_classes, decode_image, read_file
 from plsc.data.parquet_pages import find_values
 from plsc.data.tar import find_shards
-from plsc.data.writing import WholeOrNothing
+from plsc.data.writing import WholeOrNothing, drop
 
 ROWS = 256  # of a row group, about 1 MB of 112 x 112 JPEGs
 _CACHED = 8  # row groups kept, of those that pyarrow has to read
@@ -42,7 +42,7 @@ class ParquetImages:
         self.files = find_shards(self.path, ".parquet")
         labels: list[NDArray[np.int64]] = []
         groups: list[tuple[int, int, int]] = []  # file, row group in it, rows
-        names: list[str] = []
+        names: list[str | None] = []
         for number, file in enumerate(self.files):
             parquet = _open(file)
             self._check_schema(file, parquet.schema_arrow)
@@ -50,7 +50,7 @@ class ParquetImages:
             sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
             groups += [(number, g, rows) for g, rows in enumerate(sizes)]
             if "name" in parquet.schema_arrow.names:
-                names += _read_column(file, parquet, "name").to_pylist()
+                names += map(_name, _read_column(file, parquet, "name").to_pylist())
         self.labels: NDArray[np.int64] = np.concatenate(labels)
         if not len(self.labels) or self.labels.max() < 0:
             raise ValueError(f"{self.path}: got {len(self.labels)} rows and no label from 0, expected labelled images")
@@ -70,8 +70,8 @@ class ParquetImages:
 
     def name(self, i: int) -> str:
         """The row's `name`, or file and row."""
-        if self._names is not None:
-            return self._names[i]
+        if self._names is not None and (found := self._names[i]) is not None:
+            return found
         file = int(np.searchsorted(self._file_starts, i, side="right")) - 1
         return f"{self.files[file]}, row {i - int(self._file_starts[file])}"
 
@@ -143,7 +143,10 @@ class ParquetImages:
         types = importlib.import_module("pyarrow").types
         for name in (self._column, self._label):
             if name not in schema.names:
-                raise ValueError(f"{file}: got columns {', '.join(schema.names)}, expected one named {name!r}")
+                raise ValueError(
+                    f"{file}: got columns {', '.join(schema.names)}, expected one named {name!r}; rename it, "
+                    "or name yours: plsc.data.ParquetImages(path, image=..., label=...)"
+                )
         kind = schema.field(self._column).type
         if types.is_struct(kind):
             kind = next((kind.field(k).type for k in range(kind.num_fields) if kind.field(k).name == "bytes"), kind)
@@ -168,6 +171,11 @@ def _read_column(file: str, parquet: Any, name: str) -> Any:
         return parquet.read(columns=[name], use_threads=False).column(0)
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
         raise ValueError(f"{file}: column {name!r} cannot be read ({error}); fetch the file again") from error
+
+
+def _name(value: Any) -> str | None:
+    """A name as text, whatever the column holds."""
+    return None if value is None else os.fsdecode(value) if isinstance(value, bytes) else str(value)
 
 
 def _is_at(column: Any, name: str) -> bool:
@@ -221,9 +229,8 @@ class ParquetWriter(WholeOrNothing):
     def discard(self) -> None:
         """Drops what was written; a file of that name from before stays."""
         if self._writer is not None:
-            self._writer.close()
+            drop([self._writer.close], [self._draft])
             self._writer = None
-            os.remove(self._draft)
 
     def _flush(self) -> None:
         if self._rows:
@@ -283,6 +290,5 @@ class EmbeddingWriter(WholeOrNothing):
     def discard(self) -> None:
         """Drops what was written; a file of that name from before stays."""
         if self._writer is not None:
-            self._writer.close()
+            drop([self._writer.close], [self._draft])
             self._writer = None
-            os.remove(self._draft)

@@ -47,7 +47,7 @@ _HEAD_WORDS = 9  # magic, length, flag, label, id (2), id2 (2), first of several
 _LINE = re.compile(rb"\s*(-?\d{1,20})\s+(-?\d{1,20})\s*")
 _CACHE_VERSION = 1
 _STAMP = 2  # columns of a cache that say what it was made of
-_REBUILD = "if the file itself is sound, index='rebuild' writes the index anew"
+_REBUILD = "if the record file itself is sound, delete the .idx or pass index='rebuild', and it is made anew"
 
 
 class RecordIO:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from plsc.data.writing import WholeOrNothing
+from plsc.data.writing import WholeOrNothing, drop
 
 MAGIC = bytes.fromhex("0a23d7ce")
 PART = struct.Struct("<4sI")  # magic; kind in the upper 3 bits, length in the lower 29
@@ -266,11 +266,7 @@ class RecordWriter(WholeOrNothing):
 
     def discard(self) -> None:
         """Drops what was written; files of that name from before stay."""
-        if not self._data.closed:
-            self._data.close()
-            self._index.close()
-            for draft in self._drafts:
-                os.remove(draft)
+        drop([self._data.close, self._index.close], self._drafts)
 
     def _begin_class(self, label: int, key: int) -> None:
         if label < max(self._label, 0):

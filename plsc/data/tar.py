@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import re
 import tarfile
 import zipfile
 import zlib
@@ -28,14 +29,17 @@ from plsc.data.images import (
     decode_image,
     read_file,
 )
-from plsc.data.writing import WholeOrNothing
+from plsc.data.writing import WholeOrNothing, drop
 
 logger = logging.getLogger(__name__)
 
 BLOCK = 512
 _CACHE_VERSION = 1
+_RANGE = re.compile(r"\{(\d{1,9})\.\.(\d{1,9})\}", re.ASCII)
+_MOST_SHARDS = 1_000_000
 _LABELS = (".cls", ".json")
 _MOST_META = 2**20  # bytes of a label, a long name or a table of extended headers
+_END_BLOCKS = 20  # of zeros that writers close an archive with, at most
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _REFUSED = {b"1": "a link", b"2": "a link", b"K": "a link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
 
@@ -93,16 +97,37 @@ class TarShards:
 
 
 def find_shards(path: str, suffix: str) -> list[str]:
-    """The files that a path means: itself, those with the suffix in a folder, or those that match a pattern; sorted."""
+    """The files that a path means: itself, those with the suffix in a folder, or those that match a pattern; sorted.
+
+    Patterns hold * ? [], ranges {000..015}, of which each must be there, or {} for any (as writers name several).
+    """
     if os.path.isfile(path):
         return [path]
-    pattern = os.path.join(glob.escape(path), f"*{suffix}") if os.path.isdir(path) else path
-    found = sorted(file for file in glob.glob(pattern) if os.path.isfile(file))
+    patterns = [os.path.join(glob.escape(path), f"*{suffix}")] if os.path.isdir(path) else _ranges(path)
+    found = []
+    for pattern in patterns:
+        files = sorted(file for file in glob.glob(pattern.replace("{}", "*")) if os.path.isfile(file))
+        if not files and len(patterns) > 1:
+            raise ValueError(f"{path}: {pattern} is missing; fetch it, or name a range that is there")
+        found += files
     if not found:
         raise ValueError(
             f"{path}: no {suffix} files; expected a file, a folder of them or a pattern such as 'x-*{suffix}'"
         )
     return found
+
+
+def _ranges(path: str) -> list[str]:
+    """The patterns that a pattern with ranges {first..last} means; numbers as wide as the first."""
+    match = _RANGE.search(path)
+    if match is None:
+        return [path]
+    first, last = match.groups()
+    if not 0 <= int(last) - int(first) < _MOST_SHARDS:
+        raise ValueError(f"{path}: got the range {match[0]}, expected one of 1 to {_MOST_SHARDS} rising numbers")
+    head, tail = path[: match.start()], path[match.end() :]
+    numbers = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+    return [head + number + rest for number in numbers for rest in _ranges(tail)]
 
 
 Index = dict[str, NDArray[Any]]  # a row a sample; names as one run of bytes and their ends
@@ -216,6 +241,14 @@ def _members(path: str) -> Iterator[tuple[bytes, int, int, bytes]]:
             block = os.pread(file.fileno(), 4 * BLOCK, at)
             header = block[:BLOCK]
             if header == bytes(BLOCK):
+                if os.pread(file.fileno(), _END_BLOCKS * BLOCK, at).strip(b"\0"):
+                    logger.warning(
+                        "%s: %d bytes behind the archive's end at byte %d are not read; two archives in one? Part them",
+                        path,
+                        length - at,
+                        at,
+                        extra={"once": True},
+                    )
                 return
             size = _check_header(path, header, at)
             kind = header[156:157]
@@ -251,6 +284,8 @@ def _members(path: str) -> Iterator[tuple[bytes, int, int, bytes]]:
             yield name, first, size, data
         if at < length:
             raise ValueError(f"{path}: the file ends at byte {length} within a header; it is cut short")
+        if length:
+            logger.warning("%s: the archive has no end mark; is it cut short?", path, extra={"once": True})
 
 
 def _check_header(path: str, header: bytes, at: int) -> int:
@@ -356,9 +391,5 @@ class TarWriter(WholeOrNothing):
 
     def discard(self) -> None:
         """Drops what was written; archives of that name from before stay."""
-        if self._tar is not None:
-            self._tar.close()
-            self._tar = None
-        for draft, _ in self._done:
-            os.remove(draft)
-        self._done = []
+        drop([] if self._tar is None else [self._tar.close], [draft for draft, _ in self._done])
+        self._tar, self._done = None, []

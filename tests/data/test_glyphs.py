@@ -59,6 +59,12 @@ def make_font(path: Path, name: str, shapes: dict[str, list[Box]], names: dict[s
     return path
 
 
+@pytest.fixture(autouse=True)
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fonts hold the second they were made in: without this, one made again may be another file."""
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+
+
 def make_fonts(folder: Path, *faces: dict[str, list[Box]]) -> list[Path]:
     folder.mkdir(exist_ok=True)
     return [make_font(folder / f"face{k}.ttf", f"Face {k}", shapes) for k, shapes in enumerate(faces)]

@@ -58,7 +58,7 @@ void mirror(const uint8_t* from, uint8_t* to, int64_t height, int64_t width, int
     const uint8_t* row = from + y * stride;
     uint8_t* out = to + y * width * channels;
 #if defined(__x86_64__)
-    if (channels == 3 && has_avx2 && width > 6 && y + 1 < height) {  // not the last row: a load may pass its end
+    if (channels == 3 && has_avx2 && width > 6 && y + 1 < height && stride > 0) {  // a load passes the row's end by a byte
       mirror_rgb_avx2(row, out, width);
       continue;
     }

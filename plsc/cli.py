@@ -38,6 +38,29 @@ from plsc.train.launch import (
 from plsc.train.preflight import check_folder
 
 PS_TASKS = ("ctr", "word2vec")
+BUNDLED = ("all", "bundle")  # values of plsc-export --to that end with a bundle
+ARTIFACTS = (  # of a run, as far as they are there
+    "config.toml",
+    "metrics.jsonl",
+    "tensorboard",
+    "data",
+    "checkpoints",
+    "result.json",
+    "loss.png",
+    "vocab.txt",
+    "vectors.bin",
+    "vectors.txt",
+    "roc.png",
+    "export/model.onnx",
+    "export/table.safetensors",
+    "export/dense.safetensors",
+    "export/centres.safetensors",
+    "export/embeddings.safetensors",
+    "export/backbone.safetensors",
+    "export/model.pt2",
+    "bundle",
+)
+MEASURED = ("result.json", "loss.png", "roc.png")  # what an evaluation writes of them
 T = TypeVar("T")
 
 
@@ -56,8 +79,25 @@ def train(argv: Sequence[str] | None = None) -> int:
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
     """plsc-eval RUN [--report DIR] [flags]: measures the newest checkpoint of a run; DIR gets a page of pictures."""
-    args, report = _taken(list(sys.argv[1:] if argv is None else argv), "--report", "")
-    return _again("plsc-eval", "evaluate", args, [report])
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] in (["-h"], ["--help"]):
+        print(
+            "usage: plsc-eval RUN [--report DIR] [--nproc N] [--eval.path PATH] [--eval.pairs LIST] ...\n\n"
+            "RUN is the folder that plsc-train wrote (its --out). DIR gets report.html, one page with its pictures "
+            "inside.\nAll is as RUN/config.toml says but for the flags; plsc-eval RUN --help lists those of the "
+            "recipe."
+        )
+        return 0
+    asked = any(arg.partition("=")[0] == "--report" for arg in args)
+    args, report = _taken(args, "--report", "")
+
+    def check() -> None:
+        if asked and (not report or report.startswith("-")):
+            raise ValueError(f"got --report {report!r}, expected a folder for the page")
+        if asked:
+            check_folder(report, "--report")
+
+    return _again("plsc-eval", "evaluate", args, [report], check)
 
 
 def export(argv: Sequence[str] | None = None) -> int:
@@ -81,6 +121,9 @@ def export(argv: Sequence[str] | None = None) -> int:
         for flag, value, known in (("--to", to, PARTS), ("--storage", storage, STORAGES)):
             if value not in known:
                 raise ValueError(f"got {flag} {value}, expected one of {', '.join(known)}")
+        for flag, given in ((f"--storage {storage}", storage != "fp32"), ("--thumbnails", thumbnails)):
+            if given and to not in BUNDLED:
+                raise ValueError(f"got {flag} with --to {to}, expected it with --to {' or '.join(BUNDLED)} only")
 
     args = [arg for arg in args if arg != "--thumbnails"]
     return _again("plsc-export", "export", args, [to, storage, "thumbnails" if thumbnails else ""], check)
@@ -421,13 +464,17 @@ def _work(command: str, config: Config, extra: Sequence[str]) -> int:
                 print(f"written: {extra[1]}")
         else:
             to, storage, thumbnails = extra
-            result = run.export(config, to=to, thumbnails=bool(thumbnails), comm=comm)
-            if comm.rank == 0 and to in ("all", "bundle"):
-                cli_serve.bundle_run(config.out, storage=storage)
+            written = list(run.export(config, to=to, thumbnails=bool(thumbnails), comm=comm).values())
+            result = None
+            if comm.rank == 0:
+                bundles = [cli_serve.bundle_run(config.out, storage=storage)] if to in BUNDLED else []
+                _say_written([*written, *bundles])
+                if bundles:
+                    _say_how_to_serve(Path(config.out))
         if command == "train" and result is not None and config.export and comm.rank == 0:
             cli_serve.bundle_run(config.out)
     if comm.rank == 0 and result is not None:
-        _report(Path(config.out), result)
+        _report(Path(config.out), result, MEASURED if command == "evaluate" else ARTIFACTS)
     comm.close()
     return 0
 
@@ -522,41 +569,28 @@ def _newest(out: str) -> Path | None:
     return Checkpoints(Path(out) / "checkpoints", comm=LocalCommunicator()).latest()
 
 
-def _report(out: Path, result: dict[str, Any]) -> None:
+def _report(out: Path, result: dict[str, Any], names: Sequence[str] = ARTIFACTS) -> None:
     """Where everything is; the one figure people look for comes last."""
-    names = [
-        "config.toml",
-        "metrics.jsonl",
-        "tensorboard",
-        "data",
-        "checkpoints",
-        "result.json",
-        "loss.png",
-        "vocab.txt",
-        "vectors.bin",
-        "vectors.txt",
-        "roc.png",
-        "export/model.onnx",
-        "export/table.safetensors",
-        "export/dense.safetensors",
-        "export/centres.safetensors",
-        "export/embeddings.safetensors",
-        "export/backbone.safetensors",
-        "export/model.pt2",
-        "bundle",
-    ]
-    print("\nwritten:")
-    for name in names:
-        if (out / name).exists():
-            print(f"  {out / name}")
+    _say_written([out / name for name in names if (out / name).exists()])
     if (out / "bundle").exists():
-        print(f"serve it, with a page to look at: plsc-serve {out}")
+        _say_how_to_serve(out)
     for name in ("top1", "top5"):
         if name in result:
             print(f"{name} accuracy: {result[name] * 100:.2f} %")
     if "accuracy" in result:
         print(f"verification accuracy: {result['accuracy'] * 100:.2f} %")
     sys.stdout.flush()
+
+
+def _say_written(paths: Sequence[Path]) -> None:
+    print("\nwritten:")
+    for path in paths:
+        print(f"  {path}")
+    sys.stdout.flush()
+
+
+def _say_how_to_serve(out: Path) -> None:
+    print(f"serve it, with a page to look at: plsc-serve {out}", flush=True)
 
 
 class _Bar:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,12 +43,20 @@ def run(argv: Sequence[str]) -> int:
     address.check()
     settings = _settings(args)
     detector = find_detector(args.detector)
+    if args.gallery is not None:
+        _check_gallery(Path(args.gallery))
     bundle = Bundle.open(_bundle_in(args.bundle), threads=args.threads, verify=not args.no_verify)
     about = bundle.manifest
     classes = _approximate(bundle, args.index, args.recall_queries)
     gallery = None
     if args.gallery is not None:
-        gallery = open_gallery(args.gallery, dim=about.embedding_size, digest=about.model_digest)
+        try:
+            gallery = open_gallery(args.gallery, dim=about.embedding_size, digest=about.model_digest)
+        except OSError as error:
+            raise ValueError(
+                f"--gallery {args.gallery}: cannot be opened or made ({error.strerror or error}); expected a place "
+                "that can be written and has room"
+            ) from error
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.DEBUG if args.verbose else logging.INFO)
     for name in ("asyncio", "python_multipart", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -114,12 +123,21 @@ def _settings(args: argparse.Namespace) -> Any:
     from plsc.serve.bodies import Limits
     from plsc.serve.service import Settings
 
-    for flag in ("max_batch", "queue", "max_requests", "max_images"):
+    for flag in ("max_batch", "queue", "max_requests", "max_images", "recall_queries"):
         if getattr(args, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')}: got {getattr(args, flag)}, expected at least 1")
     for flag in ("max_mb", "max_megapixels", "timeout"):
-        if not getattr(args, flag) > 0:
-            raise ValueError(f"--{flag.replace('_', '-')}: got {getattr(args, flag)}, expected more than 0")
+        if not 0 < getattr(args, flag) < math.inf:
+            raise ValueError(f"--{flag.replace('_', '-')}: got {getattr(args, flag)}, expected more than 0, and finite")
+    if not 0 <= args.delay_ms < math.inf:
+        raise ValueError(f"--delay-ms: got {args.delay_ms}, expected 0 or more, and finite")
+    if args.threads < 0:
+        raise ValueError(f"--threads: got {args.threads}, expected 0 (all cores) or more")
+    if args.queue < args.max_images:
+        raise ValueError(
+            f"--queue: got {args.queue}, expected at least the {args.max_images} images of a request; give a larger "
+            "--queue or a smaller --max-images"
+        )
     limits = Limits(
         max_bytes=int(args.max_mb * 2**20),
         max_pixels=int(args.max_megapixels * 1e6),
@@ -129,7 +147,7 @@ def _settings(args: argparse.Namespace) -> Any:
     return Settings(
         limits=limits,
         max_batch=args.max_batch,
-        delay=max(args.delay_ms, 0) / 1000,
+        delay=args.delay_ms / 1000,
         queue=args.queue,
         max_requests=args.max_requests,
     )
@@ -140,6 +158,21 @@ def _bundle_in(path: str) -> Path:
     folder = Path(path)
     inside = folder / "bundle"
     return inside if not (folder / MANIFEST).is_file() and (inside / MANIFEST).is_file() else folder
+
+
+def _check_gallery(path: Path) -> None:
+    """Raises ValueError for a folder that is a run or (part of) a bundle, which an export replaces."""
+    place = path.resolve()
+    if place.is_file():
+        return
+    found = next((one for one in (place, *place.parents) if (one / MANIFEST).is_file()), None)
+    if found is not None:
+        where = "the bundle" if found == place else "a folder in the bundle"
+        raise ValueError(
+            f"--gallery {path}: got {where} {found}, which plsc-export replaces; expected a folder of its own elsewhere"
+        )
+    if (place / "bundle" / MANIFEST).is_file():
+        raise ValueError(f"--gallery {path}: got a run, expected a folder of its own, such as {path / 'gallery'}")
 
 
 def _approximate(bundle: Bundle, kind: str, queries: int) -> Any:

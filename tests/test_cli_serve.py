@@ -81,6 +81,8 @@ def test_parts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
             (run / "export" / name).unlink(missing_ok=True)
         assert cli.export([str(run), "--to", to]) == 0
         assert written <= {path.name for path in (run / "export").iterdir()}
+        said = capsys.readouterr().out.partition("\nwritten:\n")[2].splitlines()
+        assert sorted(said) == sorted(f"  {run / 'export' / name}" for name in written)  # and nothing about serving
     program = torch.export.load(run / "export/model.pt2").module()
     bundle = Bundle.open(run / "bundle", threads=1)
     images = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3)).astype(np.uint8)
@@ -102,10 +104,47 @@ def test_storages_and_wrong_words(run: Path, capsys: pytest.CaptureFixture[str])
     assert cli.export([str(run), "--to", "bundle"]) == 0
     assert Bundle.open(run / "bundle").manifest.storage == "fp32"
     capsys.readouterr()
-    for flags, words in ((["--to", "tflite"], "got --to tflite"), (["--storage", "int4"], "got --storage int4")):
+    for flags, words in (
+        (["--to", "tflite"], "got --to tflite"),
+        (["--storage", "int4"], "got --storage int4"),
+        (["--to", "onnx", "--storage", "int8"], "got --storage int8 with --to onnx, expected it with --to all or"),
+        (["--to", "pt2", "--thumbnails"], "got --thumbnails with --to pt2"),
+    ):
         assert cli.export([str(run), *flags]) == 2
         assert words in capsys.readouterr().err
     assert cli.export(["--help"]) == 0 and "--storage fp32|fp16|int8" in capsys.readouterr().out
+
+
+def test_thumbnails_are_of_one_export(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for once is not asked for ever: without the flag neither the bundle nor the export has the images."""
+    monkeypatch.setattr("plsc.train.artifacts.DRAWN", ())  # as if they were somebody's
+    for flags, there in (["--thumbnails"], True), ([], False):
+        assert cli.export([str(run), "--to", "bundle", *flags]) == 0
+        assert Bundle.open(run / "bundle").manifest.thumbnails == there
+        names = [folder / "thumbnails.safetensors" for folder in (run / "export", run / "bundle")]
+        assert [name.exists() for name in names] == [there, there]
+        printed = capsys.readouterr().out
+        assert ("thumbnails" in printed) == there and f"  {run / 'bundle'}\nserve it" in printed
+
+
+def test_where_a_report_cannot_be(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before anything is measured."""
+    monkeypatch.setattr("plsc.train.run.evaluate", lambda *_, **__: pytest.fail("measured first"))
+    (tmp_path / "a.jpg").touch()
+    for flags, words in (
+        (["--report", str(tmp_path / "a.jpg")], "a.jpg is a file; expected a folder"),
+        ([f"--report={tmp_path}/a.jpg/x"], "a.jpg is a file; expected a folder"),
+        (["--report", "/proc/self/x"], "nothing can be written into /proc/self"),
+        (["--report"], "got --report ''"),
+        (["--report", "--nproc", "2"], "got --report '--nproc'"),
+    ):
+        assert cli.evaluate([str(run), *flags]) == 2
+        assert words in capsys.readouterr().err
+    assert cli.evaluate(["--help"]) == 0 and "plsc-eval RUN [--report DIR]" in capsys.readouterr().out
 
 
 def test_a_report_is_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,7 +145,11 @@ def _add_images(app: FastAPI, service: Callable[[], Service]) -> None:
         return Verified(score=score, threshold=chosen.threshold, far=chosen.far, same=score >= chosen.threshold)
 
     @app.post(
-        "/v1/gallery", summary="Add images to the gallery", status_code=201, responses=problems, openapi_extra=body()
+        "/v1/gallery",
+        summary="Add images to the gallery",
+        status_code=201,
+        responses={**problems, **errors(507)},
+        openapi_extra=body(),
     )
     async def add(
         request: Request,
@@ -198,7 +202,11 @@ def _add_gallery(app: FastAPI, service: Callable[[], Service]) -> None:
         return await service().look(read)
 
     @app.delete(
-        "/v1/gallery/{id}", summary="Remove an entry", status_code=204, responses=problems, response_class=Response
+        "/v1/gallery/{id}",
+        summary="Remove an entry",
+        status_code=204,
+        responses={**problems, **errors(507)},
+        response_class=Response,
     )
     async def remove(id: Annotated[str, Path(pattern=IDS)]) -> Response:
         await service().remove(id)
@@ -215,7 +223,7 @@ def _add_gallery(app: FastAPI, service: Callable[[], Service]) -> None:
 
 
 def _handle_errors(app: FastAPI) -> None:
-    """Every error in one form: {"detail": words, "request_id": number}."""
+    """Every error in one form: {"detail": words, "request_id": string}."""
     statuses: list[tuple[type[Exception], int]] = [
         (UnknownEntry, 404),
         (Taken, 409),
@@ -233,8 +241,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     async def malformed(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        words = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
-        return _problem(request, 422, words)
+        return _problem(request, 422, "; ".join(map(_wrong, error.errors())))
 
     async def disk(request: Request, error: Exception) -> Response:
         assert isinstance(error, OSError)
@@ -245,6 +252,15 @@ def _handle_errors(app: FastAPI) -> None:
     app.add_exception_handler(StarletteHTTPException, raised)
     app.add_exception_handler(RequestValidationError, malformed)
     app.add_exception_handler(OSError, disk)
+
+
+def _wrong(found: Any) -> str:
+    """What is wrong with a parameter, in the words of all errors."""
+    name = ".".join(map(str, found["loc"][1:]))
+    if found["type"] == "missing":
+        return f"{name}: got none, expected one"
+    subject, should, rule = found["msg"].partition(" should ")
+    return f"{name}: got {str(found['input'])[:80]!r}, expected " + (f"it to {rule}" if should else subject)
 
 
 def _problem(request: Request, status: int, words: str, headers: Any = None) -> Response:

@@ -18,6 +18,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+_KINDS: dict[type, str] = {type(None): "null", list: "a list", str: "a string", bool: "a boolean"}
 DRAIN_BYTES = 64 * 2**20  # of a body that is too large, read on and dropped so that its sender gets to hear of it
 
 
@@ -44,9 +45,18 @@ class Inputs:
 
 
 class _MemoryParser(MultiPartParser):
-    """Keeps the files of a form in memory: the body is bounded already."""
+    """Keeps the files of a form in memory: the body is bounded already. ended: its last boundary has come."""
 
     spool_max_size = 2**40
+    ended = False
+
+    def on_end(self) -> None:
+        self.ended = True
+
+    @property
+    def crowded(self) -> bool:
+        """It was given up for its many files."""
+        return self._current_files > self.max_files
 
 
 async def read_inputs(request: Request, limits: Limits, *, dim: int) -> Inputs:
@@ -91,23 +101,30 @@ def parse_embeddings(body: bytes, dim: int) -> NDArray[np.float32]:
     """{"embeddings": [[D numbers], ...]} as an array [B, D]; HTTPException 422 for anything else."""
     wanted = f'expected {{"embeddings": [[{dim} finite numbers], ...]}}'
     try:
-        rows = json.loads(body)["embeddings"]
+        content = json.loads(body)
+        if not isinstance(content, dict):
+            raise ValueError(_KINDS.get(type(content), "a number"))
+        rows = content["embeddings"]
         if not (isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)):
             raise ValueError("embeddings is no list of lists")
         if any(len(row) != dim for row in rows):
             raise ValueError(f"an embedding of {next(len(row) for row in rows if len(row) != dim)} numbers")
         if not all(type(value) in (int, float) for row in rows for value in row):
             raise ValueError("an embedding with something else than numbers")
+        found = np.array(rows, np.float64)
         with np.errstate(over="ignore"):
-            found = np.array(rows, np.float32)
-        if not np.isfinite(found).all():
+            finite = np.isfinite(found.astype(np.float32)).all()
+        if not finite:
             raise ValueError("nan, or a number that is infinite in float32")
-        lengths = np.linalg.norm(found.astype(np.float64), axis=1)
-        if not lengths.all():
+        peaks = np.abs(found).max(axis=1, keepdims=True)
+        if not peaks.all():
             raise ValueError("an embedding of zeros, which has no direction")
-        return (found / lengths[:, None]).astype(np.float32)
+        found /= peaks  # so that no square is too small for float64
+        return (found / np.linalg.norm(found, axis=1, keepdims=True)).astype(np.float32)
     except KeyError:
         raise HTTPException(422, f"got no embeddings, {wanted}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise HTTPException(422, f"got no JSON ({str(error)[:200]}), {wanted}") from None
     except RecursionError:
         raise HTTPException(422, f"got JSON too deeply nested, {wanted}") from None
     except (ValueError, TypeError, OverflowError) as error:
@@ -142,12 +159,17 @@ async def _parse_form(request: Request, body: bytes, limits: Limits) -> tuple[by
     async def stream() -> AsyncIterator[bytes]:
         yield body
 
-    parser = _MemoryParser(request.headers, stream(), max_files=limits.max_images + 1, max_fields=4)  # type: ignore[arg-type]
+    parser = _MemoryParser(request.headers, stream(), max_files=limits.max_images, max_fields=4)  # type: ignore[arg-type]
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError, ValueError, LookupError) as error:
+        if parser.crowded:
+            most = limits.max_images
+            raise HTTPException(413, f"form: got more than {most} images, expected at most {most}") from None
         words = getattr(error, "message", str(error))
         raise HTTPException(422, f"form: {words}; expected files in the field image") from None
+    if not parser.ended:
+        raise HTTPException(422, "form: got one that is cut, expected its last boundary, --BOUNDARY--; send it again")
     images: list[bytes] = []
     entries: list[tuple[str, Any]] = form.multi_items()
     for name, value in entries:

@@ -3,73 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
+import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plsc.data.embeddings import Names, map_safetensors, open_embeddings, write_safetensors
+from plsc.data.embeddings import EmbeddingFile, Names, map_safetensors, open_embeddings, write_safetensors
 from plsc.serve.index import Index, quantize
+from plsc.serve.manifest import (
+    CENTRES,
+    FILES,
+    MANIFEST,
+    MODEL,
+    STORAGES,
+    THUMBNAILS,
+    Manifest,
+    Threshold,
+    pack_manifest,
+    read_manifest,
+)
 from plsc.serve.model import EmbeddingModel
 
-FORMAT, FORMAT_VERSION = "plsc-bundle", 1
-MANIFEST, MODEL, CENTRES, THUMBNAILS = "manifest.json", "model.onnx", "centres.safetensors", "thumbnails.safetensors"
-STORAGES = ("fp32", "fp16", "int8")
+logger = logging.getLogger(__name__)
+
 DTYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 ROWS = 65_536  # rows that are converted at once
-DEFAULT_FAR = 1e-3
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """A cosine from which on two images count as one person, with the rates measured at it."""
-
-    threshold: float
-    far: float  # false accept rate asked for
-    measured_far: float  # <= far
-    tar: float  # true accept rate
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a bundle says of itself."""
-
-    name: str
-    plsc_version: str
-    model_digest: str  # of the backbone's weights, as all embeddings made by it carry
-    image_size: int
-    channels: int
-    color_order: str
-    mean: float  # of the pixels 0 to 255: (pixel - mean) / std is what the network is given
-    std: float
-    embedding_size: int
-    flip: bool  # an embedding is the sum of those of the image and its mirror image: as the thresholds were measured
-    metric: str
-    num_classes: int
-    storage: str  # of the class centres
-    named: bool
-    thumbnails: bool
-    thresholds: tuple[Threshold, ...]  # by falling rate; none where no pairs were measured
-    files: Mapping[str, Mapping[str, Any]]  # sha256 and bytes of each
-
-    def threshold_at(self, far: float | None = None) -> Threshold | None:
-        """The threshold measured for that false accept rate; by default the one nearest to 0.001, if there is any."""
-        if far is None:
-            near = sorted(self.thresholds, key=lambda one: abs(math.log(one.far / DEFAULT_FAR)))
-            return near[0] if near else None
-        for one in self.thresholds:
-            if math.isclose(one.far, far, rel_tol=1e-6):
-                return one
-        known = ", ".join(f"{one.far:g}" for one in self.thresholds) or "none"
-        raise ValueError(f"far: got {far:g}, expected a rate that was measured: {known}")
 
 
 class Bundle:
@@ -85,17 +49,40 @@ class Bundle:
                     f"{folder}: the {what} are of digest {found[:12]}, the manifest says {manifest.model_digest[:12]}; "
                     "export the bundle again"
                 )
-        if centres.embeddings.shape[-1] != manifest.embedding_size or self.model.dim != manifest.embedding_size:
-            raise ValueError(
-                f"{folder}: model {self.model.dim} and centres {centres.embeddings.shape[-1]} wide, the manifest says "
-                f"{manifest.embedding_size}; export the bundle again"
-            )
+        self._check_agreement(centres)
         self.index = Index(centres.embeddings, scales=centres.scales)
         self.class_names = centres.names
         self._thumbnails: tuple[NDArray[np.uint8], NDArray[np.int64]] | None = None
         if manifest.thumbnails:
             tensors, _ = map_safetensors(folder / THUMBNAILS)
             self._thumbnails = tensors["images"], tensors["offsets"]
+            if len(tensors["offsets"]) != manifest.num_classes + 1:
+                raise ValueError(
+                    f"{folder / THUMBNAILS}: got thumbnails of {len(tensors['offsets']) - 1} classes, expected "
+                    f"{manifest.num_classes}; export the bundle again"
+                )
+
+    def _check_agreement(self, centres: EmbeddingFile) -> None:
+        """Raises ValueError where the manifest says something else than its files: requests would fail, or lie."""
+        about, model, rows = self.manifest, self.model, centres.embeddings
+        if rows.shape[-1] != about.embedding_size or model.dim != about.embedding_size:
+            raise ValueError(
+                f"{self.folder}: model {model.dim} and centres {rows.shape[-1]} wide, the manifest says "
+                f"{about.embedding_size}; export the bundle again"
+            )
+        for what, found in (
+            ("image_size", model.image_size),
+            ("channels", model.channels),
+            ("mean", model.mean),
+            ("std", model.std),
+            ("num_classes", len(rows)),
+            ("named", centres.names is not None),
+            ("storage", {kind: name for name, kind in DTYPES.items()}.get(str(rows.dtype))),
+        ):
+            if found != (said := getattr(about, what)):
+                raise ValueError(
+                    f"{self.folder}: the files have {what} {found}, the manifest says {said}; export the bundle again"
+                )
 
     @classmethod
     def open(cls, folder: str | Path, *, threads: int = 0, verify: bool = True) -> Bundle:
@@ -126,27 +113,6 @@ class Bundle:
         return images[offsets[number] : offsets[number + 1]].tobytes() or None
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Raises ValueError where the folder is no bundle, or one of another version."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ValueError(f"{folder} is not a bundle: it has no {MANIFEST}; write one with plsc-export RUN --to bundle")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        version = found.pop("format"), found.pop("format_version")
-        if version != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"format {version}, expected {(FORMAT, FORMAT_VERSION)}")
-        thresholds = tuple(Threshold(**one) for one in found.pop("thresholds"))
-        manifest = Manifest(thresholds=thresholds, **found)
-        strangers = [name for name in manifest.files if name not in (MODEL, CENTRES, THUMBNAILS)]
-        missing = {MODEL, CENTRES} - set(manifest.files)
-        if strangers or missing:
-            raise ValueError(f"files {sorted(manifest.files)}, expected {MODEL} and {CENTRES}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: got {error}; export the bundle again with this version of plsc") from error
-    return manifest
-
-
 def write_bundle(
     folder: str | Path,
     *,
@@ -169,6 +135,13 @@ def write_bundle(
     target = Path(folder)
     if target.exists() and not (target / MANIFEST).is_file() and any(target.iterdir()):
         raise ValueError(f"{target} exists and is not a bundle; expected a new folder or an old bundle to replace")
+    strangers = sorted(path.name for path in target.iterdir() if path.name not in FILES) if target.exists() else []
+    if strangers:
+        raise ValueError(
+            f"{target}: got {', '.join(strangers[:5])}{' and more' if len(strangers) > 5 else ''} beside a bundle's "
+            "files, expected none that replacing it would delete; move them elsewhere (a gallery with plsc-serve "
+            "stopped)"
+        )
     model, found = EmbeddingModel(onnx, flip=flip, threads=1), open_embeddings(centres)
     if model.digest != found.digest:
         raise ValueError(
@@ -202,9 +175,8 @@ def write_bundle(
             thresholds=tuple(sorted(thresholds, key=lambda one: -one.far)),
             files={p.name: {"sha256": sha256(p), "bytes": p.stat().st_size} for p in sorted(draft.iterdir())},
         )
-        content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
         with (draft / MANIFEST).open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+            file.write(pack_manifest(manifest))
             file.flush()
             os.fsync(file.fileno())
         _put_in_place(draft, target)
@@ -231,7 +203,14 @@ def _put_in_place(draft: Path, target: Path) -> None:
     if target.exists():
         os.rename(target, old)
     os.rename(draft, target)
-    shutil.rmtree(old, ignore_errors=True)
+    if not old.exists():
+        return
+    for name in FILES:
+        (old / name).unlink(missing_ok=True)
+    try:
+        old.rmdir()
+    except OSError:  # something came into the old bundle meanwhile: it is not ours to delete
+        logger.warning("%s: kept, for it holds more than a bundle's files", old)
 
 
 def _write_centres(source: Path, target: Path, storage: str) -> None:

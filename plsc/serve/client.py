@@ -7,8 +7,9 @@ import json
 import os
 import secrets
 import selectors
+import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, urlencode, urlsplit
@@ -50,6 +51,11 @@ class Client:
             )
         else:
             self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout)
+        if token is not None and not (token and token.isascii() and token.isprintable() and token == token.strip()):
+            raise ValueError(
+                "token: got an empty one, a line break, a space at an end or none of ASCII; expected one line"
+            )
+        self._url = url
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
 
     def __enter__(self) -> Self:
@@ -85,7 +91,7 @@ class Client:
         self, images: Sequence[Image] = (), *, embeddings: ArrayLike | None = None, far: float | None = None
     ) -> dict[str, Any]:
         """Score of two images or embeddings, the threshold measured for that false accept rate, and `same`."""
-        query = "" if far is None else f"?far={far!r}"
+        query = "" if far is None else f"?far={_number(far, 'far')!r}"
         found: dict[str, Any] = self._json("POST", f"/v1/verify{query}", **_given(images, embeddings))
         return found
 
@@ -93,12 +99,16 @@ class Client:
         self, name: str, images: Sequence[Image] = (), *, embeddings: ArrayLike | None = None, id: str | None = None
     ) -> list[str]:
         """Adds images or embeddings of one name to the gallery; their ids, once they are on the service's disk."""
+        if id == "":
+            raise ValueError("id: got an empty one, expected one, or None for one that is made up")
         query = urlencode({"name": name} | ({} if id is None else {"id": id}))
         answer = self._json("POST", f"/v1/gallery?{query}", **_given(images, embeddings))
         return [entry["id"] for entry in answer["entries"]]
 
     def remove(self, id: str) -> None:
         """Removes an entry of the gallery."""
+        if not id:
+            raise ValueError("id: got an empty one, expected that of an entry")
         self._json("DELETE", f"/v1/gallery/{quote(id, safe='')}")
 
     def gallery(self, *, offset: int = 0, limit: int = 60, text: str = "") -> dict[str, Any]:
@@ -119,10 +129,17 @@ class Client:
                 raise  # it may have been done already
             self._connection.request(method, path, body, headers)  # an idle connection that the service has closed
             answer = self._connection.getresponse()
+        except (ConnectionRefusedError, socket.gaierror) as error:
+            self._connection.close()
+            words = f"{self._url}: nobody answers there ({error.strerror}); is plsc-serve running?"
+            raise type(error)(error.errno, words) from error
         except Exception:
             self._connection.close()
             raise
         content = answer.read()
+        if 300 <= answer.status < 400:
+            where = answer.headers.get("Location", "elsewhere")
+            raise ServiceError(answer.status, f"got sent on to {where[:200]}, expected an answer of plsc-serve", "")
         if answer.status >= 400:
             try:
                 found = json.loads(content)
@@ -142,6 +159,7 @@ class Client:
 
 
 def _given(images: Sequence[Image], embeddings: ArrayLike | None) -> dict[str, Any]:
+    _check_list(images)
     if (embeddings is None) == (len(images) == 0):
         raise ValueError("got both or none of images and embeddings, expected one of them")
     if embeddings is None:
@@ -150,12 +168,30 @@ def _given(images: Sequence[Image], embeddings: ArrayLike | None) -> dict[str, A
     return {"body": json.dumps({"embeddings": rows.tolist()}).encode(), "kind": "application/json"}
 
 
-def _form(images: Sequence[Image]) -> dict[str, Any]:
-    if isinstance(images, bytes | str):
+def _number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{what}: got {value!r}, expected a number") from None
+
+
+def _check_list(images: Sequence[Image]) -> None:
+    if isinstance(images, bytes | str | os.PathLike):
         raise ValueError("images: got one, expected a list of them")
+    if not isinstance(images, Collection):
+        raise ValueError(f"images: got {type(images).__name__}, expected a list of files or of their bytes")
+
+
+def _form(images: Sequence[Image]) -> dict[str, Any]:
+    _check_list(images)
     border = secrets.token_hex(16)
     parts = []
     for image in images:
+        if not isinstance(image, bytes | str | os.PathLike):
+            raise ValueError(
+                f"images: got {type(image).__name__}, expected the bytes of an image file, or its path; a picture in "
+                "memory is saved first: image.save(file, 'PNG') of Pillow"
+            )
         data = image if isinstance(image, bytes) else Path(image).read_bytes()
         head = f'--{border}\r\nContent-Disposition: form-data; name="image"; filename="image"\r\n\r\n'
         parts += [head.encode(), data, b"\r\n"]

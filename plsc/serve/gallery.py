@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import struct
 import threading
@@ -24,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 MAX_NAME = 256
 UNIT_TOLERANCE = 2e-4  # of an embedding's length
+JOINERS = "\u200c\u200d"  # zero-width: Persian words, Indic letters and composed emoji need them
+TAGS = {chr(code) for code in range(0xE0020, 0xE0080)}  # spell the region of a flag after a black one
+_FLAG = re.compile("\U0001f3f4[\U000e0020-\U000e007e]+\U000e007f?$")
+BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that are drawn as nothing
 COMPACT_BYTES = 16 * 2**20  # of removed entries before the file is written anew, if they are the half of it
 
 
@@ -67,7 +72,7 @@ class _Change:
     removed: Sequence[str] = ()
 
     def pack(self) -> bytes:
-        """Length of the JSON, the JSON, the rows, the thumbnails."""
+        """Length of the JSON, the JSON, the rows, the thumbnails, and an end that is no zero byte."""
         about = {
             "add": [[entry.id, entry.name] for entry in self.added],
             "thumbnails": [len(one) for one in self.thumbnails],
@@ -75,7 +80,7 @@ class _Change:
         }
         text = json.dumps(about).encode()
         rows = b"" if self.rows is None else self.rows.astype("<f4").tobytes()
-        return struct.pack("<I", len(text)) + text + rows + b"".join(self.thumbnails)
+        return struct.pack("<I", len(text)) + text + rows + b"".join(self.thumbnails) + b"\n"
 
     @classmethod
     def unpack(cls, record: bytes, dim: int) -> _Change:
@@ -310,9 +315,23 @@ class FolderGallery:
 
 def check_name(name: str, *, what: str = "name") -> str:
     """A name as it may be kept and shown; it never becomes part of a path. ValueError for an unfit one."""
-    if not 1 <= len(name) <= MAX_NAME or any(unicodedata.category(c) in ("Cc", "Cs", "Cf") for c in name):
+    if not 1 <= len(name) <= MAX_NAME or any(_is_hidden(name, at) for at in range(len(name))):
         raise ValueError(f"{what}: got {name[:40]!r}, expected 1 to {MAX_NAME} characters, none that cannot be seen")
+    if all(c in BLANK or unicodedata.category(c)[0] in "ZCM" for c in name):
+        raise ValueError(f"{what}: got {name[:40]!r}, expected a character that can be seen")
     return name
+
+
+def _is_hidden(name: str, at: int) -> bool:
+    """Whether a character there has no place in a name; joiners have one between others, tags in a flag."""
+    kind = unicodedata.category(name[at])
+    if name[at] in JOINERS:
+        before = unicodedata.category(name[at - 1]) if at else "Cc"
+        after = unicodedata.category(name[at + 1]) if at + 1 < len(name) else "Cc"
+        return before[0] in "ZC" or (after[0] in "ZC" and before[0] != "M")
+    if name[at] in TAGS:
+        return not _FLAG.search(name[: at + 1])
+    return kind in ("Cc", "Cs", "Cf", "Zl", "Zp")
 
 
 def _nothing(queries: NDArray[np.float32]) -> tuple[Scores, Rows, list[list[Entry]]]:

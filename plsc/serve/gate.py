@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -86,7 +87,7 @@ class Gate:
     def _refusal(self, scope: Scope, headers: Headers, service: Service) -> tuple[int, str, Mapping[str, str]] | None:
         """Status, words and headers for a request that may not go on."""
         host = _host_name(headers.get("host", ""))
-        if not self._any_host and host not in LOOPBACK:
+        if not self._any_host and not is_loopback(host):
             return 421, f"host: got {host[:80]!r}, expected one of {', '.join(LOOPBACK)}", {}
         origin = headers.get("origin")
         if (
@@ -120,6 +121,16 @@ async def _say(send: Send, status: int, words: str, headers: Mapping[str, str], 
 def problem(words: str, number: str) -> dict[str, Any]:
     """The body of an error's answer."""
     return {"detail": words, "request_id": number}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches that address."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _host_name(host: str) -> str:

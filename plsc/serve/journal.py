@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -26,8 +27,10 @@ class Locked(ValueError):
 class Journal:
     """Records of bytes in FOLDER/NAME, of one process at a time.
 
-    append() returns when its record is on the disk. A file whose last record is cut short, by a crash in the middle of
-    an append that therefore never returned, is cut back to the whole ones; damage before whole records is a ValueError.
+    append() returns when its record is on the disk, in a file that still has its name. A file whose last record is cut
+    short, by a crash in the middle of an append that therefore never returned, is cut back to the whole ones; a record
+    that is all there and wrong, or has whole ones after it, is a ValueError. Bodies should not end with a zero byte:
+    a file system may fill with zeros what a crash has cut.
     """
 
     def __init__(self, folder: str | Path, name: str = "journal") -> None:
@@ -67,11 +70,13 @@ class Journal:
         if self._broken is not None:
             raise self._broken
         record = memoryview(_packed(body))
+        self._check_place()
         try:
             done = 0
             while done < len(record):
                 done += self._file.write(record[done:]) or 0
             os.fsync(self._file.fileno())
+            self._check_place()
         except OSError as error:
             # After a failed fsync nobody knows what is on the disk: cut back, and if that fails too, say no to all.
             try:
@@ -107,8 +112,20 @@ class Journal:
         """Bytes of the file."""
         return self._end
 
+    def _check_place(self) -> None:
+        """OSError where the file or its lock was deleted or replaced: what is written to it nobody will read again."""
+        for number, path in ((self._file.fileno(), self.path), (self._lock, self.path.with_suffix(".lock"))):
+            try:
+                if os.path.samestat(os.fstat(number), os.stat(path)):
+                    continue
+            except OSError as error:
+                logger.error("%s: %s", path, error.strerror)
+            words = f"its {path.name} was deleted or replaced while the service runs; restore it and start again"
+            logger.error("%s was deleted or replaced while it is in use; nothing more is written", path)
+            raise OSError(errno.ESTALE, words)
+
     def _cut(self, data: bytes) -> None:
-        """Drops the unfinished end; damage with a whole record after it is none of a crash's doing."""
+        """Drops the unfinished end; a record that is all there, or has a whole one after it, is none of a crash's."""
         at = data.find(_MARK, self._end + 1)
         while at >= 0:
             if _record(data, at) is not None:
@@ -117,6 +134,11 @@ class Journal:
                     "restore the file from a copy"
                 )
             at = data.find(_MARK, at + 1)
+        if _complete(data, self._end):
+            raise ValueError(
+                f"{self.path}: the last record, at byte {self._end}, is all there and is damaged; restore the file "
+                f"from a copy, or cut it to {self._end} bytes to give that change up"
+            )
         logger.warning("%s: the last %d bytes are of an unfinished write; cut", self.path, len(data) - self._end)
         self._file.truncate(self._end)
         os.fsync(self._file.fileno())
@@ -136,6 +158,15 @@ def _record(data: bytes, at: int) -> bytes | None:
         return None
     body = data[at + _HEAD.size : at + _HEAD.size + length]
     return body if len(body) == length and zlib.crc32(body) == body_crc else None
+
+
+def _complete(data: bytes, at: int) -> bool:
+    """Whether all bytes of the record that begins there were written: zeros at the end may be a file system's."""
+    written = len(data[at:].rstrip(b"\0"))
+    if written < _HEAD.size:
+        return False
+    _, length, _, head_crc = _HEAD.unpack_from(data, at)
+    return zlib.crc32(data[at : at + _HEAD.size - 4]) != head_crc or written >= _HEAD.size + length
 
 
 def _lock(path: Path) -> int:

@@ -40,6 +40,8 @@ class EmbeddingModel:
             raise ValueError(f"{path}: no metadata of plsc ({error}); expected an export of plsc-export") from error
         (given,) = self._session.get_inputs()
         self._input = given.name
+        if list(given.shape[2:]) != [self.image_size] * 2:
+            raise ValueError(f"{path}: got input {given.shape}, its metadata say {self.image_size} px; export it again")
         self.channels = int(given.shape[1])
         self.flip = flip
 

@@ -109,6 +109,7 @@ WORDS = {
     429: "Too many requests at once: try again",
     421: "Another host's name",
     504: "No answer in time",
+    507: "The gallery's disk does not take it: nothing was changed",
 }
 
 

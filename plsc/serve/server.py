@@ -11,7 +11,6 @@ import ssl
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from plsc.serve.app import create_app
+from plsc.serve.gate import is_loopback
 from plsc.serve.service import Service
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ class Address:
                 f"host: {self.host} can be reached by other machines and no token is set; expected one in "
                 f"--token-file FILE or {TOKEN_VARIABLE}, or the default 127.0.0.1"
             )
-        if self.token is not None and (len(self.token) < MIN_TOKEN or not self.token.isascii()):
-            raise ValueError(f"token: got {len(self.token)} characters, expected {MIN_TOKEN} or more of ASCII")
+        if self.token is not None:
+            check_token(self.token)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("TLS: got only one of --tls-certificate and --tls-key, expected both or none")
         if not 0 <= self.port <= 65_535:
@@ -65,24 +65,37 @@ class Address:
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}/"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches that address."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def read_token(path: str | None) -> str | None:
     """The token of a file, or else of the environment: every user of a machine sees the command line."""
     if path is None:
-        return os.environ.get(TOKEN_VARIABLE) or None
-    mode = os.stat(path).st_mode
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ValueError(f"{path}: others may read it (mode {mode & 0o777:o}); chmod 600 it")
-    return Path(path).read_text(encoding="utf-8").strip()
+        token = os.environ.get(TOKEN_VARIABLE) or None
+        if token is not None:
+            check_token(token, what=TOKEN_VARIABLE)
+        return token
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise ValueError(f"{path}: is no file, expected one with the token")
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ValueError(f"{path}: others may read it (mode {mode & 0o777:o}); chmod 600 it")
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: got bytes that are no text, expected one line with the token") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); expected a file with the token") from error
+    check_token(token, what=path)
+    return token
+
+
+def check_token(token: str, *, what: str = "token") -> None:
+    """Raises ValueError for a token that is short, or that no header can carry; it is never shown."""
+    if len(token) < MIN_TOKEN or not token.isascii():
+        raise ValueError(f"{what}: got {len(token)} characters, expected {MIN_TOKEN} or more of ASCII")
+    if not token.isprintable() or token != token.strip():
+        raise ValueError(
+            f"{what}: got a token with a line break, a control character or a space at an end; expected one line "
+            "without them"
+        )
 
 
 def _check_tls(certificate: str, key: str) -> None:

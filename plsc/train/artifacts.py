@@ -33,6 +33,7 @@ PARTS = {
     "bundle": ("model.onnx", "centres.safetensors", "facts.json"),
     "all": ("model.onnx", "centres.safetensors", "embeddings.safetensors", "facts.json"),
 }
+THUMBNAILS = "thumbnails.safetensors"
 DRAWN = ("glyphs", "synthetic")  # kinds of data whose images are nobody's
 MAX_THUMBNAILS = 200_000  # classes
 
@@ -42,7 +43,7 @@ def export_run(trainer: Trainer, *, to: str = "all", thumbnails: bool = False) -
 
     to: a name of PARTS. facts.json has what the tensors do not say: thresholds and the rates measured at them, whether
     embeddings are sums with mirror images. thumbnails: the first image of each class beside it; those of drawn
-    characters always.
+    characters always. Without them, those of an earlier call go: training images leave by wish only.
     """
     if to not in PARTS:
         raise ValueError(f"to: got {to!r}, expected one of {', '.join(PARTS)}")
@@ -66,8 +67,8 @@ def export_run(trainer: Trainer, *, to: str = "all", thumbnails: bool = False) -
     }
     wanted = list(PARTS[to])
     if "facts.json" in wanted and (thumbnails or config.data.kind in DRAWN):
-        writers["thumbnails.safetensors"] = lambda path: write_thumbnails(path, trainer.data, trainer.num_classes)
-        wanted.append("thumbnails.safetensors")
+        writers[THUMBNAILS] = lambda path: write_thumbnails(path, trainer.data, trainer.num_classes)
+        wanted.append(THUMBNAILS)
     for name in wanted:
         path = out / name
         if name == "centres.safetensors":
@@ -79,6 +80,8 @@ def export_run(trainer: Trainer, *, to: str = "all", thumbnails: bool = False) -
         def write(name: str = name, path: Path = path) -> None:
             if comm.rank == 0:
                 writers[name](path)
+                if name == "facts.json":
+                    path.with_name(THUMBNAILS).unlink(missing_ok=True)  # of an earlier call
 
         together(comm, f"export {path}", write)
     return {Path(name).stem: out / name for name in wanted}

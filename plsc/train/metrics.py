@@ -57,7 +57,7 @@ class OperatingPoint:
     far: float  # asked for
     tar: float
     measured_far: float  # <= far
-    threshold: float  # accept score >= threshold; inf accepts nothing
+    threshold: float  # accept score >= threshold; lies between scores; inf accepts nothing, -inf everything
 
 
 def normalize(embeddings: ArrayLike) -> Floats:
@@ -158,8 +158,9 @@ def auc(scores: ArrayLike, issame: ArrayLike) -> float:
 def tar_at_far(scores: ArrayLike, issame: ArrayLike, far: float | Sequence[float]) -> list[OperatingPoint]:
     """True accept rates at the false accept rates asked for, never exceeding them; one OperatingPoint for each.
 
-    The threshold is a score that occurs, found exactly (nothing is interpolated); ties are accepted together or not at
-    all. A rate below 1 / (number of impostor pairs) gives nan.
+    The rates are found exactly (nothing is interpolated); ties are accepted together or not at all. The threshold lies
+    midway between the last accepted score and the next below it, so that rounding of a score changes no verdict. A rate
+    below 1 / (number of impostor pairs) gives nan.
     """
     values, same = _labelled(scores, issame, "scores")
     _both_kinds(same)
@@ -178,7 +179,7 @@ def tar_at_far(scores: ArrayLike, issame: ArrayLike, far: float | Sequence[float
                 far=float(rate),
                 tar=float(genuine[at] / genuine[-1]),
                 measured_far=float(impostor[at] / impostor[-1]),
-                threshold=float(thresholds[at]),
+                threshold=_below(thresholds, at),
             )
         )
     return points
@@ -316,6 +317,17 @@ def _allowed(far: float, impostors: int) -> int:
     while count > 0 and count / impostors > far:
         count -= 1
     return count
+
+
+def _below(thresholds: Floats, at: int) -> float:
+    """A threshold that accepts as thresholds[at] does, as far from the scores on both sides as can be."""
+    if at == 0:
+        return math.inf
+    if at + 1 == len(thresholds):
+        return -math.inf
+    last, following = float(thresholds[at]), float(thresholds[at + 1])
+    middle = last / 2 + following / 2
+    return middle if following < middle <= last else last  # neighbouring floats, and infinite ones, have no middle
 
 
 def _best_mates(entries: NDArray[np.generic], query: Floats, first: Ints, last: Ints, block: int) -> Floats:

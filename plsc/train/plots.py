@@ -181,9 +181,14 @@ def plot_contact_sheet(
 def plot_confusion(
     counts: NDArray[np.int64], names: Sequence[str], path: str | Path, *, title: str = "Confusion among close classes"
 ) -> Path:
-    """Writes a matrix [K, K] of how many samples of a row's class were nearest to a column's as a PNG."""
-    if counts.shape != (len(names), len(names)) or not len(names):
-        raise ValueError(f"counts: got {counts.shape}, expected one row and column for each of {len(names)} names")
+    """Writes a matrix [K, K + 1] of how many samples of a row's class were nearest to a column's, or others, as a PNG.
+
+    The last column counts those nearest to a class without a row.
+    """
+    if counts.shape != (len(names), len(names) + 1) or not len(names):
+        raise ValueError(
+            f"counts: got {counts.shape}, expected one row and column for each of {len(names)} names, and a last column"
+        )
     side = max(4.5, 0.32 * len(names) + 2.5)
     figure = _figure(title, size=(side + 0.8, side))
     axes = figure.add_subplot()
@@ -191,7 +196,7 @@ def plot_confusion(
     picture = axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(picture, ax=axes, shrink=0.7, label="share of the row's samples")
     short = [name if len(name) <= 22 else f"{name[:21]}…" for name in names]
-    axes.set_xticks(range(len(names)), short, rotation=90, fontsize=6)
+    axes.set_xticks(range(len(names) + 1), [*short, "any other"], rotation=90, fontsize=6)
     axes.set_yticks(range(len(names)), short, fontsize=6)
     for at in np.argwhere(counts > 0).tolist():
         dark = share[at[0], at[1]] > 0.5

@@ -45,7 +45,7 @@ class Confusion:
     """Among the classes that are confused most: how many samples of one were nearest to another."""
 
     classes: Ints  # [K]
-    counts: Ints  # [K, K]
+    counts: Ints  # [K, K + 1]; last, those nearest to a class that is not among these
     num_wrong: int  # of all samples that could be judged
     num_judged: int
 
@@ -66,7 +66,9 @@ def write_report(trainer: Trainer, folder: str | Path, result: Mapping[str, Any]
             pictures = _pictures(trainer, out, data, rows)
             sheet = _sheet(data, chosen, trainer.data, classes, scores)
             drawn = plot_contact_sheet(sheet, out / "nearest.png")
-            pictures.append((drawn, "Images of the evaluation set (framed) and the trained classes nearest to each."))
+            pictures.append(
+                (drawn, "Images of the evaluation set (framed) and the trained classes nearest to each, with cosines.")
+            )
             with atomic_file(path) as file:
                 file.write(_page(trainer, result, pictures).encode())
 
@@ -83,7 +85,7 @@ def confusion(embeddings: NDArray[Any], labels: Ints, *, most: int = CLOSE_CLASS
     judged = np.flatnonzero((labels >= 0) & (counts[labels] > 1))
     rows, owners = normalize(embeddings[judged]), labels[judged]
     if len(np.unique(owners)) < 2:
-        return Confusion(np.empty(0, np.int64), np.empty((0, 0), np.int64), 0, len(owners))
+        return Confusion(np.empty(0, np.int64), np.empty((0, 1), np.int64), 0, len(owners))
     known, at = np.unique(owners, return_inverse=True)
     sums = np.zeros((len(known), rows.shape[1]))
     np.add.at(sums, at, rows)
@@ -98,9 +100,9 @@ def confusion(embeddings: NDArray[Any], labels: Ints, *, most: int = CLOSE_CLASS
     close = np.sort(np.argsort(-errors, kind="stable")[: min(most, int((errors > 0).sum()))])
     place = np.full(len(known), -1)
     place[close] = np.arange(len(close))
-    inside = (place[at] >= 0) & (place[taken] >= 0)
-    matrix = np.zeros((len(close), len(close)), np.int64)
-    np.add.at(matrix, (place[at[inside]], place[taken[inside]]), 1)
+    shown = place[at] >= 0
+    matrix = np.zeros((len(close), len(close) + 1), np.int64)
+    np.add.at(matrix, (place[at[shown]], place[taken[shown]]), 1)  # place -1 is the last column
     return Confusion(known[close], matrix, len(wrong), len(rows))
 
 
@@ -137,10 +139,10 @@ def _sheet(
     sheet = []
     for query, near, score in zip(chosen.tolist(), classes, scores, strict=True):
         row = [(data[query][0], _short(data.name(query)))]
-        for label, cosine in zip(near.tolist(), score.tolist(), strict=True):
+        for label, cosine, name in zip(near.tolist(), score.tolist(), _names(trained, near), strict=True):
             at = int(np.searchsorted(labels[order], label))
             if at < len(order) and labels[order[at]] == label:
-                row.append((trained[int(order[at])][0], f"{cosine:.3f}"))
+                row.append((trained[int(order[at])][0], f"{_short(name)}\n{cosine:.3f}"))
         sheet.append(row)
     return sheet
 

@@ -2,10 +2,13 @@
 
 import io
 import json
+import math
+import shutil
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 from plsc.serve.app import create_app
-from plsc.serve.bodies import Limits
+from plsc.serve.bodies import Limits, parse_embeddings
 from plsc.serve.bundle import Bundle
 from plsc.serve.gallery import open_gallery
 from plsc.serve.service import Service, Settings
@@ -88,6 +91,48 @@ def test_verification_is_the_cosine_and_the_measured_threshold(client: TestClien
     a, b = np.array(unit(1)), np.array(unit(2))
     given = client.post("/v1/verify", json={"embeddings": [list(a * 3), list(b)]}).json()
     assert abs(given["score"] - a @ b) < 1e-6
+
+
+def test_a_form_with_its_end_is_whole(client: TestClient) -> None:
+    for end in (b"\r\n--b--", b"\r\n--b--\r\n", b"\r\n--b--\r\nan epilogue"):
+        assert client.post("/v1/embed", **raw(CUT + end, FORM)).status_code == 200, end
+
+
+def test_one_more_image_or_many_are_one_answer(client: TestClient) -> None:
+    for count in (5, 6, 7, 60):
+        answer = client.post("/v1/embed", files=[picture(1)] * count)
+        assert (answer.status_code, "expected at most 4" in answer.json()["detail"]) == (413, True), count
+
+
+@pytest.mark.parametrize("factor", [1e-44, 1e-320, 1e-40, 1.0, 1e37])
+def test_an_embedding_keeps_its_direction_at_any_length(factor: float) -> None:
+    """As the ratio of exact fractions, whose smallest and largest no float32 holds."""
+    row = np.array(unit(3)) * factor
+    exact = [Fraction(float(value)) for value in row]
+    length = Fraction(math.isqrt(int(sum(value * value for value in exact) * 10**700))) / 10**350
+    found = parse_embeddings(json.dumps({"embeddings": [row.tolist()]}).encode(), DIM)
+    np.testing.assert_allclose(found[0], [float(value / length) for value in exact], rtol=1e-6)
+    if factor != 1e-320:  # so small that float64 itself has rounded it
+        np.testing.assert_allclose(found[0], unit(3), rtol=1e-6)
+
+
+def test_a_gallery_whose_folder_is_gone_takes_nothing(bundle: Bundle, tmp_path: Path) -> None:
+    """Deleted, or deleted and made again: 507, and nothing of it is found afterwards."""
+    gallery = open_gallery(tmp_path / "g", dim=DIM, digest=bundle.manifest.model_digest)
+    with TestClient(create_app(lambda: Service(bundle, gallery=gallery)), base_url="http://localhost") as client:
+        assert client.post("/v1/gallery?name=x&id=a", json={"embeddings": [unit(1)]}).status_code == 201
+        shutil.rmtree(tmp_path / "g")
+        for _ in range(2):
+            answers = [
+                client.post("/v1/gallery?name=y", json={"embeddings": [unit(2)]}),
+                client.delete("/v1/gallery/a"),
+            ]
+            for answer in answers:
+                assert answer.status_code == 507 and "deleted or replaced" in answer.json()["detail"]
+            (tmp_path / "g").mkdir(exist_ok=True)
+            (tmp_path / "g" / "journal").write_bytes(b"another")
+        assert client.get("/v1/gallery").json()["total"] == 1
+        assert (tmp_path / "g" / "journal").read_bytes() == b"another"
 
 
 def test_the_gallery_comes_and_goes(client: TestClient, bundle: Bundle) -> None:
@@ -170,6 +215,8 @@ def rows(*embeddings: list[Any]) -> dict[str, Any]:
 
 GOOD = encode(draw(1))
 FORM, JSON = "multipart/form-data; boundary=b", "application/json"
+HEAD = b'--b\r\nContent-Disposition: form-data; name="image"; filename="x"\r\n\r\n'
+CUT = HEAD + GOOD
 NAN = json.dumps({"embeddings": [[float("nan")] * DIM]})
 INFINITE = f'{{"embeddings": [[1e999{", 0" * (DIM - 1)}]]}}'
 BAD: dict[str, tuple[str, dict[str, Any], int, str]] = {
@@ -182,7 +229,7 @@ BAD: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "zero bytes, raw": ("/v1/embed", raw(b"", "image/png"), 422, "got no bytes"),
     "too large": ("/v1/embed", files(b"x" * 400_000), 413, "expected at most 300000"),
     "too many": ("/v1/embed", files(*[GOOD] * 5), 413, "expected at most 4"),
-    "far too many": ("/v1/embed", files(*[GOOD] * 50), 422, "Too many files"),
+    "far too many": ("/v1/embed", files(*[GOOD] * 50), 413, "got more than 4 images, expected at most 4"),
     "wrong content type": ("/v1/embed", raw(b"x", "text/plain"), 415, "text/plain"),
     "no content type": ("/v1/embed", {"content": GOOD}, 415, "got none"),
     "json to embed": ("/v1/embed", rows(unit(0)), 415, "expected images"),
@@ -191,6 +238,10 @@ BAD: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "no part": ("/v1/embed", raw(b"--b--\r\n", FORM), 422, "got no image"),
     "no boundary": ("/v1/embed", raw(b"x", "multipart/form-data"), 422, "boundary"),
     "broken form": ("/v1/embed", raw(b"garbage", FORM), 422, "form"),
+    "cut form": ("/v1/embed", raw(CUT, FORM), 422, "got one that is cut"),
+    "form cut in its image": ("/v1/embed", raw(CUT[:-300], FORM), 422, "got one that is cut"),
+    "form cut in its last boundary": ("/v1/embed", raw(CUT + b"\r\n--b-", FORM), 422, "got one that is cut"),
+    "form cut after one of two": ("/v1/embed", raw(CUT + b"\r\n--b\r\n", FORM), 422, "got one that is cut"),
     "strange charset": ("/v1/embed", raw(b"--b--", f"{FORM}; charset=wat"), 422, "form"),
     "nan": ("/v1/search", raw(NAN, JSON), 422, "nan"),
     "infinite": ("/v1/search", raw(INFINITE, JSON), 422, "infinite"),
@@ -204,17 +255,20 @@ BAD: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "no direction": ("/v1/search", rows([0] * DIM), 422, "no direction"),
     "other json": ("/v1/search", {"json": [1, 2]}, 422, "expected"),
     "no embeddings": ("/v1/search", {"json": {"embedding": [unit(0)]}}, 422, "got no embeddings"),
-    "no json": ("/v1/search", raw(b"{", JSON), 422, "expected"),
+    "no json": ("/v1/search", raw(b"{", JSON), 422, "got no JSON (Expecting"),
     "not utf-8": ("/v1/search", raw(b"\xff\xfe{", JSON), 422, "expected"),
+    "null": ("/v1/search", raw(b"null", JSON), 422, "got null, expected {"),
+    "a number": ("/v1/search", raw(b"1.5", JSON), 422, "got a number, expected {"),
     "nested": ("/v1/search", raw(b"[" * 60_000, JSON), 422, "deeply nested"),
     "much json": ("/v1/search", raw(b" " * 200_000, JSON), 413, "at most"),
-    "k 0": ("/v1/search?k=0", files(GOOD), 422, "k: "),
+    "k 0": ("/v1/search?k=0", files(GOOD), 422, "k: got '0', expected it to be greater than or equal to 1"),
     "k large": ("/v1/search?k=101", files(GOOD), 422, "k: "),
     "among": ("/v1/search?among=people", files(GOOD), 422, "among: "),
     "one to verify": ("/v1/verify", files(GOOD), 422, "got 1 images or embeddings, expected two"),
     "far": ("/v1/verify?far=0.5", files(GOOD, GOOD), 422, "a rate that was measured"),
     "far nan": ("/v1/verify?far=nan", files(GOOD, GOOD), 422, "far"),
-    "no name": ("/v1/gallery", files(GOOD), 422, "name: "),
+    "no name": ("/v1/gallery", files(GOOD), 422, "name: got none, expected one"),
+    "name of spaces": ("/v1/gallery?name=%20%20", files(GOOD), 422, "expected a character that can be seen"),
     "blank name": ("/v1/gallery?name=%00", files(GOOD), 422, "cannot be seen"),
     "long name": (f"/v1/gallery?name={'x' * 257}", files(GOOD), 422, "name: "),
     "path as id": ("/v1/gallery?name=x&id=../../x", files(GOOD), 422, "id: "),
@@ -260,8 +314,9 @@ def test_paths_that_lead_nowhere(client: TestClient, path: str, status: int) -> 
 
 def test_other_sites_are_kept_out(client: TestClient) -> None:
     """A page elsewhere can make a browser send requests to this machine: neither by name nor by origin is it let in."""
-    assert client.get("/v1/model", headers={"host": "evil.example"}).status_code == 421
-    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
+    for host in ("evil.example", "127.0.0.1.evil.example", "192.168.1.5", ""):
+        assert client.get("/v1/model", headers={"host": host}).status_code == 421
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "127.0.0.2:8000"):
         assert client.get("/v1/model", headers={"host": host}).status_code == 200
     for origin in ("http://evil.example", "null", "http://127.0.0.1:9999"):
         answer = client.post("/v1/gallery?name=x", files=[picture(1)], headers={"origin": origin})

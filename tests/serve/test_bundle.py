@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from plsc.serve import bundle as bundle_module
 from plsc.serve.bundle import Bundle, Threshold, write_bundle
 from plsc.serve.index import recall
 from plsc.train.export import export_centres, model_digest, read_embeddings
@@ -108,6 +109,10 @@ def test_manifests_that_lie(make_bundle: Callable[..., Path], tmp_path: Path, ba
     path = folder / "manifest.json"
     good = json.loads(path.read_text())
     assert good["model_digest"] == model_digest(backbone)
+    del good["manifest_sha256"]  # as of older bundles
+    path.write_text(json.dumps(good))
+    assert Bundle.open(folder).manifest.num_classes == CLASSES
+    rate = good["thresholds"][0]
     for change, words in (
         ({"format_version": 2}, "expected \\('plsc-bundle', 1\\)"),
         ({"model_digest": DIGEST}, "the model are of digest"),
@@ -115,6 +120,34 @@ def test_manifests_that_lie(make_bundle: Callable[..., Path], tmp_path: Path, ba
         ({"files": {**good["files"], "../../etc/passwd": {"sha256": "", "bytes": 1}}}, "files \\["),
         ({"files": {}}, "expected model.onnx"),
         ({"surprise": 1}, "surprise"),
+        ({"num_classes": 500}, "have num_classes 30, the manifest says 500"),
+        ({"num_classes": 3}, "have num_classes 30"),
+        ({"num_classes": "30"}, "num_classes '30', expected int"),
+        ({"num_classes": True}, "num_classes True"),
+        ({"image_size": 96}, "have image_size 112"),
+        ({"image_size": 0}, "at least 1"),
+        ({"channels": 1, "color_order": "grey"}, "have channels 3"),
+        ({"color_order": "BGR"}, "order 'BGR'"),
+        ({"mean": 0}, "have mean 127.5"),
+        ({"std": 0}, "std above 0"),
+        ({"std": float("nan")}, "std above 0"),
+        ({"flip": "yes"}, "flip 'yes', expected bool"),
+        ({"name": None}, "name None, expected str"),
+        ({"metric": "l2"}, "expected 'cosine'"),
+        ({"storage": "int4"}, "expected one of fp32"),
+        ({"storage": "int8"}, "have storage fp32"),
+        ({"named": False}, "have named True"),
+        ({"thumbnails": False}, "files \\["),
+        ({"thresholds": [{**rate, "threshold": "high"}]}, "threshold 'high' among"),
+        ({"thresholds": [{**rate, "threshold": float("nan")}]}, "threshold nan among"),
+        ({"thresholds": [{**rate, "threshold": 7}]}, "expected a cosine"),
+        ({"thresholds": [{**rate, "far": 0}]}, "far 0 among"),
+        ({"thresholds": [{**rate, "tar": 2}]}, "tar 2"),
+        ({"thresholds": [3]}, "argument after"),
+        ({"thresholds": None}, "NoneType"),
+        ({"files": {name: {"sha256": "x", "bytes": 1} for name in good["files"]}}, "sha256 'x'"),
+        ({"files": {name: {**about, "bytes": "1"} for name, about in good["files"].items()}}, "bytes '1'"),
+        ({"files": {name: 1 for name in good["files"]}}, "export the bundle again"),
     ):
         path.write_text(json.dumps({**good, **change}))
         with pytest.raises(ValueError, match=words):
@@ -137,6 +170,44 @@ def test_writing_replaces_a_bundle_and_nothing_else(make_bundle: Callable[..., P
     with pytest.raises(ValueError, match="expected one of fp32, fp16, int8"):
         make_bundle(tmp_path / "b", storage="int4")
     assert Bundle.open(tmp_path / "b").manifest.storage == "int8"
+
+
+def test_an_edited_manifest_is_noticed(make_bundle: Callable[..., Path], tmp_path: Path) -> None:
+    """Edits that no other check can see; another layout of the same values is none."""
+    path = make_bundle(tmp_path / "b") / "manifest.json"
+    good = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(good.items()))))
+    assert Bundle.open(tmp_path / "b").manifest.name == "small"
+    lower = [{**one, "threshold": one["threshold"] - 0.2} for one in good["thresholds"]]
+    for change in ({"name": "other"}, {"flip": False}, {"thresholds": lower}, {"manifest_sha256": "0" * 64}):
+        path.write_text(json.dumps({**good, **change}))
+        with pytest.raises(ValueError, match="it was edited; export the bundle again"):
+            Bundle.open(tmp_path / "b")
+
+
+def test_files_that_are_not_a_bundles_are_never_deleted(
+    make_bundle: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gallery inside an old bundle stays, be it there before or come while the new one was written."""
+    target = make_bundle(tmp_path / "b")
+    kept = target / "people" / "journal"
+    kept.parent.mkdir()
+    kept.write_bytes(b"Ada")
+    with pytest.raises(ValueError, match="got people beside a bundle's files"):
+        make_bundle(target, storage="int8")
+    assert kept.read_bytes() == b"Ada" and Bundle.open(target).manifest.storage == "fp32"
+    (tmp_path / "aside").mkdir()
+    kept.parent.rename(tmp_path / "aside" / "people")
+    put = bundle_module._put_in_place
+
+    def late(draft: Path, folder: Path) -> None:
+        (tmp_path / "aside" / "people").rename(folder / "people")
+        put(draft, folder)
+
+    monkeypatch.setattr(bundle_module, "_put_in_place", late)
+    assert Bundle.open(make_bundle(target, storage="int8")).manifest.storage == "int8"
+    (found,) = tmp_path.rglob("journal")
+    assert found.read_bytes() == b"Ada" and found.is_relative_to(tmp_path)
 
 
 def test_thresholds_by_rate(bundle: Bundle) -> None:

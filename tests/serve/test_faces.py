@@ -1,6 +1,7 @@
 """Real faces through the service: people it was not trained on are verified and found as offline, to the last pair."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from plsc import cli
 from plsc.data import ImageFolder, Pairs, read_pairs
 from plsc.serve import Client
-from plsc.serve.bundle import write_bundle
+from plsc.serve.bundle import Threshold, write_bundle
 from plsc.train.evaluate import identify, verify
 from plsc.train.export import export_centres, export_onnx, model_digest, read_embeddings
 from plsc.train.metrics import auc, fold_accuracy, tar_at_far
@@ -39,6 +40,24 @@ def judged(scores: list[float], pairs: Pairs) -> dict[str, float]:
     return found | {f"tar@far={one.far:g}": one.tar for one in tar_at_far(cosines, pairs.same, [1e-2, 1e-3])}
 
 
+def check_verdicts(
+    client: Client, rows: np.ndarray, pairs: Pairs, scores: list[float], result: Mapping[str, float | None]
+) -> None:
+    """At every rate of the bundle the service's verdicts are those of the evaluation: no pair more, none less.
+
+    It is asked about the pairs that are near the threshold; the others have the scores it answered before.
+    """
+    limits = client.model()["thresholds"]
+    assert [one["far"] for one in limits] == [1e-2, 1e-3]
+    for far, threshold in ((one["far"], one["threshold"]) for one in limits):
+        same = np.array(scores) >= threshold
+        near = np.argsort(np.abs(np.array(scores) - threshold))[:50]
+        for at in near.tolist():
+            same[at] = client.verify(embeddings=rows[[pairs.first[at], pairs.second[at]]], far=far)["same"]
+        assert same[pairs.same].mean() == pytest.approx(result[f"tar@far={far:g}"], abs=1e-12), far
+        assert same[~pairs.same].mean() == pytest.approx(far, abs=1e-12), far  # no ties: as many as may be
+
+
 def test_the_service_gives_the_offline_figures(faces: Path, tmp_path: Path) -> None:
     """A short run, whose quality does not matter: every image is decoded, batched and embedded as in the evaluation."""
     run = tmp_path / "run"
@@ -64,7 +83,8 @@ def test_the_service_gives_the_offline_figures(faces: Path, tmp_path: Path) -> N
             assert value == pytest.approx(result[name], abs=1e-6 if name == "auc" else 1e-12), name
         accepted = np.array([one["same"] for one in answers])  # the service's own verdict, with its own threshold
         assert accepted[pairs.same].mean() == pytest.approx(result["tar@far=0.01"], abs=1e-12)
-        assert accepted[~pairs.same].mean() <= 0.01
+        assert accepted[~pairs.same].mean() == pytest.approx(0.01, abs=1e-12)
+        check_verdicts(client, rows, pairs, [one["score"] for one in answers], result)
 
         # Rank-1 as the evaluation has it: a gallery of the first image of each person, all others search in it.
         firsts = np.sort(np.unique(labels, return_index=True)[1])
@@ -111,7 +131,10 @@ def test_embeddings_of_another_network(faces: Path, tmp_path: Path) -> None:
     export_onnx(net, tmp_path / "model.onnx", image_size=112)
     export_centres(tmp_path / "centres.safetensors", rows[:8], digest=model_digest(net))
     given = {"onnx": tmp_path / "model.onnx", "centres": tmp_path / "centres.safetensors"}
-    bundle = write_bundle(tmp_path / "bundle", name="wide", plsc_version="0", flip=False, **given)
+    points = verify(rows, pairs).tar
+    limits = [Threshold(p.threshold, p.far, p.measured_far, p.tar) for p in points if np.isfinite(p.threshold)]
+    about = {"name": "wide", "plsc_version": "0", "flip": False, "thresholds": limits}
+    bundle = write_bundle(tmp_path / "bundle", **about, **given)
     with (
         Running(bundle, "--gallery", str(tmp_path / "people"), "--delay-ms", "0") as server,
         Client(server.url) as client,
@@ -121,6 +144,7 @@ def test_embeddings_of_another_network(faces: Path, tmp_path: Path) -> None:
         offline = verify(rows, pairs).record()
         for name, value in judged(scores, pairs).items():
             assert value == pytest.approx(offline[name], abs=1e-6 if name == "auc" else 1e-12), name
+        check_verdicts(client, rows, pairs, scores, offline)
         firsts = np.sort(np.unique(labels, return_index=True)[1])
         for i in firsts.tolist():
             client.add(people[i], embeddings=rows[i : i + 1])

@@ -20,6 +20,7 @@ from plsc.serve.gallery import (
     ReadOnly,
     Taken,
     UnknownEntry,
+    check_name,
     open_gallery,
 )
 from plsc.serve.journal import Journal, Locked
@@ -111,6 +112,74 @@ def test_damage_before_whole_records_is_no_crash(tmp_path: Path) -> None:
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="no journal of plsc"):
         opened(tmp_path / "g")
+
+
+def test_a_last_record_that_is_all_there_is_no_crash(tmp_path: Path) -> None:
+    """Any byte of an acknowledged removal that is flipped is told, and the file stays as it is."""
+    gallery = opened(tmp_path / "g")
+    gallery.add([NewEntry("a", unit(0), id="one"), NewEntry("b", unit(1), id="two")])
+    path = tmp_path / "g" / "journal"
+    before = path.stat().st_size
+    gallery.remove(["one"])
+    gallery.close()
+    data = path.read_bytes()
+    for at in range(before, len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"at byte {before}, is all there and is damaged"):
+            opened(tmp_path / "g")
+        assert path.read_bytes() == damaged
+    path.write_bytes(data)
+    again = opened(tmp_path / "g")
+    assert list(content(again)) == ["two"]
+    again.close()
+
+
+@pytest.mark.parametrize("name", ["journal", "journal.lock"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_lost_its_name_takes_nothing(tmp_path: Path, name: str, replaced: bool) -> None:
+    gallery = opened(tmp_path / "g")
+    gallery.add([NewEntry("a", unit(0), id="first")])
+    (tmp_path / "g" / name).rename(tmp_path / "aside")
+    if replaced:
+        (tmp_path / "g" / name).write_bytes((tmp_path / "aside").read_bytes())
+    for change in (lambda: gallery.add([NewEntry("b", unit(1), id="second")]), lambda: gallery.remove(["first"])):
+        with pytest.raises(OSError, match="was deleted or replaced"):
+            change()
+        assert list(content(gallery)) == ["first"]
+    (tmp_path / "aside").rename(tmp_path / "g" / name)  # and it goes on once the file is back
+    gallery.add([NewEntry("c", unit(2), id="third")])
+    gallery.close()
+    again = opened(tmp_path / "g")
+    assert list(content(again)) == ["first", "third"]
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "\u0645\u06cc\u200c\u0631\u0648\u0645",  # a Persian word
+        "\u0d28\u0d4d\u200d",  # a Malayalam letter
+        "Ada \U0001f469\u200d\U0001f52c",
+        "\u2764\ufe0f\u200d\U0001f525",
+        "\U0001f3f4\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f",  # England
+        "\u674e \u96f7",
+        " Ada ",
+    ],
+)
+def test_names_of_all_scripts(name: str) -> None:
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["   ", "\u3000", "\u2028", "a\u2028b", "\u3164", "\u2800\u115f", "\u0301", "\u200d", "a\u200d", "\u200ca",
+     "a\u200d\u200db", "a\u200bb", "a \u200d b", "a\U000e0067", "\ufeffa", "a\x7f", "\ud800"],
+)  # fmt: skip
+def test_names_that_hide_something(name: str) -> None:
+    with pytest.raises(ValueError, match="seen"):
+        check_name(name)
 
 
 def test_a_disk_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,12 +61,16 @@ def test_search_shows_the_nearest_classes(page: Any) -> None:
     first = page.locator("#results li").first
     first.get_by_text("1.000").wait_for()
     assert first.locator(".name").inner_text() == "<b>bold & co</b>"  # a name is text
-    assert "match" in first.get_attribute("class") and page.locator("#results li").count() == 12
+    assert "above" in first.get_attribute("class") and page.locator("#results li").count() == 12
+    assert "match" not in page.locator("#results").inner_text()  # one of many near ones is none yet
+    said = page.locator("#worth").inner_text()
+    assert "reaches 0.700, which 1 in 1,000 pairs" in said and "among 30 classes about 0.03 reach it by chance" in said
     first.locator("img").wait_for()
     page.locator("#count").select_option("30")
     page.locator("#results li").nth(29).wait_for()
     page.locator("#among").select_option("gallery")
     page.get_by_text("The gallery is empty.").wait_for()
+    assert page.locator("#worth").inner_text() == ""
 
 
 def test_pasting_and_dropping(page: Any) -> None:

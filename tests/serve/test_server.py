@@ -1,9 +1,6 @@
 """A real server: its client, its end, slow and vanishing clients, large bodies, two on one gallery, kill -9, TLS."""
 
-import asyncio
 import http.client
-import json
-import os
 import signal
 import socket
 import ssl
@@ -20,7 +17,6 @@ import pytest
 
 from plsc.serve import Client, ServiceError
 from plsc.serve.bundle import Bundle
-from plsc.serve.server import Address, _listen, is_loopback, read_token, serve
 
 from .conftest import DIM, draw, encode
 from .running import Running, words
@@ -289,128 +285,3 @@ def test_load_with_bad_requests_mixed_in(server: Running) -> None:
         sizes.append(memory())
     assert problems == []
     assert sizes[2] - sizes[1] < 20 * 2**20, sizes
-
-
-# ---- what needs no server
-
-
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
-        (Address(host="0.0.0.0"), "no token is set"),
-        (Address(host="192.168.1.5"), "no token is set"),
-        (Address(host="example.com"), "no token is set"),
-        (Address(host="0.0.0.0", token="short"), "expected 16 or more"),
-        (Address(tls_key="x"), "expected both or none"),
-        (Address(tls_key="x", tls_certificate="y"), "y is no file"),
-        (Address(tls_key=__file__, tls_certificate=__file__), "do not go together"),
-        (Address(port=80_000), "expected 0 to 65535"),
-        (Address(port=-1), "expected 0 to 65535"),
-    ],
-)
-def test_addresses_that_are_refused(address: Address, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        address.check()
-
-
-def test_addresses_that_are_fine() -> None:
-    for host in ("127.0.0.1", "127.5.5.5", "::1", "localhost"):
-        Address(host=host).check()
-        assert is_loopback(host)
-    Address(host="0.0.0.0", token=TOKEN).check()
-    assert Address(host="::1", port=1).url == "http://[::1]:1/"
-
-
-def test_the_token_comes_from_a_file_that_others_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "token"
-    path.write_text(f"{TOKEN}\n")
-    os.chmod(path, 0o644)
-    with pytest.raises(ValueError, match="chmod 600"):
-        read_token(str(path))
-    os.chmod(path, 0o600)
-    assert read_token(str(path)) == TOKEN
-    monkeypatch.setenv("PLSC_TOKEN", "from the environment")
-    assert read_token(None) == "from the environment"
-
-
-def test_where_nobody_can_listen() -> None:
-    """A port that is taken, an address of another machine, a name without an address: said before anything starts."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        for host, port in (("127.0.0.1", other.getsockname()[1]), ("192.0.2.1", 0), ("no-such-host.invalid", 0)):
-            with pytest.raises(ValueError, match=r"cannot listen there .*give another --port or --host"):
-                serve(lambda: pytest.fail("started"), Address(host=host, port=port, token=TOKEN))
-
-
-def test_answers_are_not_held_back() -> None:
-    """No connection waits for fuller packets (Nagle): with a client that acknowledges late, 40 ms an answer."""
-
-    async def accepted_without_delay() -> int:
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[int] = loop.create_future()
-
-        class Accepted(asyncio.Protocol):
-            def connection_made(self, transport: Any) -> None:
-                line = transport.get_extra_info("socket")
-                found.set_result(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-
-        (listening,) = _listen(Address(port=0))
-        async with await loop.create_server(Accepted, sock=listening):
-            with socket.create_connection(listening.getsockname()):
-                return await asyncio.wait_for(found, 30)
-
-    assert asyncio.run(accepted_without_delay())
-
-
-def test_a_client_that_was_idle_adds_again() -> None:
-    """A service that closes idle connections is no reason to fail, nor to send what changes something twice."""
-    came: list[bytes] = []
-    ended = threading.Event()
-    body = b'{"entries": [{"id": "a", "name": "Ada", "thumbnail": null}]}'
-
-    def answer(listening: socket.socket) -> None:
-        for _ in range(2):
-            line, _ = listening.accept()
-            with line:
-                data = b""
-                while not data.endswith(b"--\r\n"):
-                    data += line.recv(65536)
-                came.append(data)
-                line.sendall(b"HTTP/1.1 201 Created\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            ended.set()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=answer, args=(listening,), daemon=True)
-        thread.start()
-        with Client(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=30) as client:
-            assert client.add("Ada", [b"one"]) == ["a"]
-            assert ended.wait(30)
-            assert client.add("Ada", [b"two"]) == ["a"]
-        thread.join(30)
-    assert [b"one" in came[0], b"two" in came[1], len(came)] == [True, True, 2]
-
-
-def test_urls_that_are_refused() -> None:
-    for url in ("ftp://x", "127.0.0.1:8000", "http://", "http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/?a=b"):
-        with pytest.raises(ValueError, match="expected such as http"):
-            Client(url)
-    Client("http://127.0.0.1:8000/").close()
-
-
-@slow
-def test_mistakes_on_the_command_line(bundle_path: Path, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    token.chmod(0o600)
-    for flags, said in (
-        (["--host", "0.0.0.0"], "no token is set"),
-        (["--max-batch", "0"], "expected at least 1"),
-        (["--timeout", "0"], "expected more than 0"),
-        (["--host", "192.0.2.1", "--token-file", str(token)], "cannot listen there"),
-    ):
-        running = Running(bundle_path, *flags)
-        running.process.wait(60)
-        assert running.process.returncode == 2 and said in words(running), words(running)
-        assert "Traceback" not in words(running)
-    nothing = Running(tmp_path)
-    assert nothing.process.returncode == 2 and "is not a bundle" in words(nothing)
-    assert json.loads((bundle_path / "manifest.json").read_text())["format"] == "plsc-bundle"

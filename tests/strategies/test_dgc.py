@@ -16,6 +16,7 @@ from plsc.strategies.dgc import kept_entries, largest_entries
 from plsc.train.checkpoint import load, save
 
 torch.manual_seed(0)
+torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False), nn.Tanh(), nn.Linear(8, 1))
 MODEL = MODEL.double()
 BATCH = torch.randn(12, 6, dtype=torch.float64)

@@ -157,6 +157,7 @@ def test_names_and_wrong_words() -> None:
 
 # ---- in a Reducer
 
+torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))
 BATCH = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
 

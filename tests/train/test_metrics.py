@@ -114,6 +114,37 @@ def test_tar_is_the_best_whose_far_is_not_exceeded(pairs: list[tuple[int, bool]]
     assert point.measured_far == np.mean(scores[~issame] >= point.threshold)
 
 
+def test_the_threshold_lies_midway_between_scores() -> None:
+    """0.75 is accepted and the impostor at 0.25 is not: 0.5. Nothing accepted is inf, everything -inf."""
+    scores, issame = [1.0, 0.875, 0.75, 0.25, 0.0], [True, False, True, False, False]
+    points = metrics.tar_at_far(scores, issame, [0.34, 0.67, 1.0])
+    assert [point.threshold for point in points] == [0.5, 0.125, -math.inf]
+    assert [(point.tar, point.measured_far) for point in points] == [(1, 1 / 3), (1, 2 / 3), (1, 1)]
+    tied = metrics.tar_at_far([0.9, 0.9, 0.9, 0.1], [True, False, False, False], 0.34)
+    assert (tied[0].threshold, tied[0].tar, tied[0].measured_far) == (math.inf, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("last", "following"), [(1.0, np.nextafter(1.0, 0)), (5e-324, 0.0), (1.0, -math.inf), (1.7e308, 1.6e308)]
+)
+def test_scores_without_room_between_them(last: float, following: float) -> None:
+    (point,) = metrics.tar_at_far([last, last, following], [True, False, False], 0.5)
+    assert following < point.threshold <= last and (point.tar, point.measured_far) == (1.0, 0.5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(few, st.floats(0.01, 1.0), st.integers(0, 2**32 - 1))
+def test_rounding_of_scores_changes_no_verdict(pairs: list[tuple[int, bool]], far: float, seed: int) -> None:
+    scores, issame = np.array([p[0] for p in pairs], np.float64), np.array([p[1] for p in pairs])
+    (point,) = metrics.tar_at_far(scores, issame, far)
+    if math.isnan(point.tar):
+        return
+    moved = scores + np.random.default_rng(seed).uniform(-0.499, 0.499, len(scores))  # neighbours are 1 or more apart
+    assert np.array_equal(moved >= point.threshold, scores >= point.threshold)
+    assert np.mean(moved[~issame] >= point.threshold) == point.measured_far <= far
+    assert np.mean(moved[issame] >= point.threshold) == point.tar
+
+
 def test_far_is_compared_as_a_rate() -> None:
     """0.29 * 100 is 28.999999999999996 in floating point, yet 29 of 100 do not exceed 0.29."""
     scores = np.concatenate([np.arange(100.0), [200.0]])

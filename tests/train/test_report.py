@@ -41,8 +41,12 @@ def test_confusion_is_that_of_a_loop() -> None:
         for j, taken in enumerate(found.classes):
             assert found.counts[i, j] == sum(pair == (own, taken) for pair in judged.values())
     few = confusion(rows, labels, most=3)
+    for own, row in zip(few.classes, few.counts, strict=True):
+        assert row.sum() == sum(pair[0] == own for pair in judged.values())  # no sample of a row is left out
+        assert row[-1] == sum(pair[0] == own and pair[1] not in few.classes for pair in judged.values())
+    assert few.counts[:, -1].any() and not found.counts[:, -1].any()
     assert len(few.classes) == 3 and few.num_wrong == found.num_wrong
-    assert confusion(rows, np.full(120, 4)).counts.shape == (0, 0)
+    assert confusion(rows, np.full(120, 4)).counts.shape == (0, 1)
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -51,7 +55,9 @@ def test_pictures(tmp_path: Path) -> None:
     paths = [
         plot_scores(rng.uniform(-1, 1, 50), np.arange(50) % 2 == 0, tmp_path / "scores.png", threshold=0.3),
         plot_contact_sheet([[(grey, "a"), (color, "0.5")], [(color, "b")]], tmp_path / "sheet.png"),
-        plot_confusion(np.array([[3, 1], [0, 2]]), ["one", "a very long name of a class indeed"], tmp_path / "c.png"),
+        plot_confusion(
+            np.array([[3, 1, 0], [0, 2, 4]]), ["one", "a very long name of a class indeed"], tmp_path / "c.png"
+        ),
     ]
     for path in paths:
         with Image.open(path) as image:

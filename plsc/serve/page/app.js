@@ -163,15 +163,16 @@ async function search() {
     const among = $("among").value;
     const start = performance.now();
     const found = await askJson(`/v1/search?k=${$("count").value}&among=${among}`, form(file));
+    if (among === "gallery") model = await askJson("/v1/model"); // others add to the gallery as well
     if (number !== searches) return; // a later one was asked for
     $("search-time").textContent = `answered in ${Math.round(performance.now() - start)} ms`;
-    const threshold = defaultThreshold();
+    const limit = strictest();
     const cards = found.results[0].map((near) => {
       const item = card(near.name ?? `class ${near.id}`, near.thumbnail);
-      const match = threshold !== null && near.score >= threshold;
-      item.classList.toggle("match", match);
+      const above = limit !== null && near.score >= limit.threshold;
+      item.classList.toggle("above", above);
       const score = make("div", "score");
-      score.append(make("b", "", near.score.toFixed(3)), make("span", "", match ? "match" : ""));
+      score.append(make("b", "", near.score.toFixed(3)), make("span", "", above ? "above 1:1" : ""));
       const bar = make("div", "bar");
       const inside = make("i");
       inside.style.width = `${Math.max(0, near.score) * 100}%`;
@@ -181,10 +182,25 @@ async function search() {
     });
     if (cards.length) $("results").replaceChildren(...cards);
     else nothing($("results"), "The gallery is empty.");
+    $("worth").textContent = cards.length ? worth(limit, among) : "";
   });
 }
 
-const defaultThreshold = () => model?.thresholds.find((one) => one.far === model.default_far)?.threshold ?? null;
+const oneIn = (rate) => `1 in ${Math.round(1 / rate).toLocaleString("en")}`;
+const strictest = () => model.thresholds.reduce((best, one) => (best && best.far <= one.far ? best : one), null);
+
+// A threshold is measured on pairs. Among many, someone is above it by chance: how many is said, and nobody is a match.
+function worth(limit, among) {
+  if (!limit) return "No threshold was measured: the scores say what is nearest, not whether it is the same.";
+  const total = among === "gallery" ? model.gallery.entries : model.num_classes;
+  const chance = total * limit.far;
+  const about = (chance < 10 ? Number(chance.toPrecision(1)) : Math.round(chance)).toLocaleString("en", {
+    maximumSignificantDigits: 3,
+  });
+  return `"above 1:1": the score reaches ${limit.threshold.toFixed(3)}, which ${oneIn(limit.far)} pairs of different `
+    + `ones reach. That is no match: among ${total.toLocaleString("en")} ${among === "gallery" ? "entries" : "classes"} `
+    + `about ${about} reach it by chance, for an image of none of them.`;
+}
 
 // ---- compare
 
@@ -385,13 +401,13 @@ function describe() {
   $("among").querySelector('[value="gallery"]').disabled = !model.gallery;
   $("far-label").hidden = model.thresholds.length === 0;
   $("far").replaceChildren(...model.thresholds.map((one) => {
-    const option = make("option", "", `1 in ${Math.round(1 / one.far).toLocaleString("en")}`);
+    const option = make("option", "", oneIn(one.far));
     option.value = one.far;
     option.selected = one.far === model.default_far;
     return option;
   }));
   const rows = model.thresholds.map((one) => cells("td", [
-    `1 in ${Math.round(1 / one.far).toLocaleString("en")}`, one.threshold.toFixed(4), `${(one.tar * 100).toFixed(2)} %`,
+    oneIn(one.far), one.threshold.toFixed(4), `${(one.tar * 100).toFixed(2)} %`,
   ]));
   if (rows.length) {
     $("thresholds").replaceChildren(cells("th", ["False accepts", "Cosine from", "True accepts"]), ...rows);

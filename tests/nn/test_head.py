@@ -1,7 +1,6 @@
 """The class-parallel head against plain autograd on one rank: losses, gradients, updates, for every world size."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import plsc.nn as nn
 from plsc.comm import Communicator, Counting, Shard, run_ranks
 from plsc.ops import LARS, SGD, AdamW, deferred_updates, merge_updates, sample_classes
+
+from .textbook import reference_losses
 
 WORLDS = [1, 2, 3, 4, 6]
 DIM, CLASSES, BATCH = 8, 13, 12  # 13 classes on 6 ranks: the last rank holds 1, on 4 ranks 4, 4, 4, 1
@@ -47,34 +48,6 @@ def full_weight(centers: int = 1, classes: int = CLASSES) -> Tensor:
     g = torch.Generator().manual_seed(5)
     shape = (classes, DIM) if centers == 1 else (classes, centers, DIM)
     return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-
-def reference_losses(
-    margin: nn.Margin, x: Tensor, y: Tensor, w: Tensor, *, rows: Tensor | None = None, threshold: float | None = None
-) -> Tensor:
-    """Loss of each sample by the textbook: the whole matrix, log_softmax, autograd. rows: classes that take part."""
-    norms = x.norm(dim=1)
-    cos = torch.einsum("bd,c...d->bc...", x / norms[:, None], F.normalize(w, dim=-1))
-    cos = cos.amax(2) if cos.dim() == 3 else cos
-    valid = y >= 0
-    index = y.clamp_min(0)[:, None]
-    own = cos.gather(1, index)
-    margin.update(own.detach()[valid, 0], norms.detach()[valid])
-    target = margin.target(own[:, 0], norms) if margin.needs_norms else margin.target(own[:, 0])
-    if threshold is not None:
-        cos = torch.where(cos > threshold, 0.0, cos)
-    logits = margin.others(cos, own.detach()).scatter(1, index, target[:, None]) * margin.scale
-    if rows is not None:
-        absent = torch.ones(len(w), dtype=torch.bool)
-        absent[rows] = False
-        logits = logits.masked_fill(absent, -math.inf)
-    rest = torch.logsumexp(
-        logits.scatter(1, index, -math.inf), 1
-    )  # log_softmax - 1 would cancel where the own class wins
-    excess = rest - margin.scale * target
-    losses = torch.logaddexp(excess, torch.zeros_like(excess))  # softplus is cut to x above 20
-    extra = margin.regularizer(norms)
-    return torch.where(valid, losses if extra is None else losses + extra, 0.0)
 
 
 def build(comm: Communicator, margin: nn.Margin, weight: Tensor, **options: object) -> nn.ClassParallelHead:

@@ -1,17 +1,17 @@
 """The updated weight of a class-parallel head against float64 autograd and torch.optim.SGD, through whatever varies."""
 
 import copy
-import math
 import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import plsc.nn as nn
 from plsc.comm import Communicator, Shard, run_ranks
 from plsc.ops import SGD, sample_classes
+
+from .textbook import reference_losses
 
 DIM, CLASSES, BATCH, STEPS = 8, 13, 12, 3
 LR, MOMENTUM, DECAY = 0.05, 0.9, 1e-2
@@ -48,30 +48,6 @@ def full_weight(centers: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def textbook_loss(
-    margin: nn.Margin, x: Tensor, y: Tensor, w: Tensor, *, rows: Tensor | None, threshold: float | None
-) -> Tensor:
-    """Losses [B] from the whole [B, C] matrix; rows: the classes that take part."""
-    norms = x.norm(dim=1)
-    cos = torch.einsum("bd,c...d->bc...", x / norms[:, None], F.normalize(w, dim=-1))
-    cos = cos.amax(2) if cos.dim() == 3 else cos
-    valid, index = y >= 0, y.clamp_min(0)[:, None]
-    own = cos.gather(1, index)
-    margin.update(own.detach()[valid, 0], norms.detach()[valid])
-    target = margin.target(own[:, 0], norms) if margin.needs_norms else margin.target(own[:, 0])
-    if threshold is not None:
-        cos = torch.where(cos > threshold, 0.0, cos)
-    logits = margin.others(cos, own.detach()).scatter(1, index, target[:, None]) * margin.scale
-    if rows is not None:
-        present = torch.zeros(len(w), dtype=torch.bool)
-        present[rows] = True
-        logits = logits.masked_fill(~present, -math.inf)
-    excess = torch.logsumexp(logits.scatter(1, index, -math.inf), 1) - margin.scale * target
-    losses = torch.logaddexp(excess, torch.zeros_like(excess))
-    extra = margin.regularizer(norms)
-    return torch.where(valid, losses if extra is None else losses + extra, 0.0)
-
-
 def textbook(margin: nn.Margin, options: dict) -> tuple[list[float], list[Tensor], Tensor]:
     """Losses, gradients of the embeddings, and the weight after STEPS steps of SGD over the rows that take part."""
     w, margin = full_weight(options.get("sub_centers", 1)), margin.double()
@@ -82,7 +58,7 @@ def textbook(margin: nn.Margin, options: dict) -> tuple[list[float], list[Tensor
         leaf, rows = w.clone().requires_grad_(), None
         if options.get("sample_rate", 1.0) < 1.0:
             rows, _ = sample_classes(y, Shard(CLASSES, 0, 1), rate=options["sample_rate"], seed=0, step=step)
-        each = textbook_loss(margin, x, y, leaf, rows=rows, threshold=options.get("filter_threshold"))
+        each = reference_losses(margin, x, y, leaf, rows=rows, threshold=options.get("filter_threshold"))
         loss = each.sum() / (y >= 0).sum()
         loss.backward()
         assert leaf.grad is not None and x.grad is not None
@@ -140,7 +116,7 @@ def test_float32_is_exact_to_rounding_at_every_scale(scale: float, near: bool) -
         x = x[:1] + 0.02 * x
     margin = nn.CosFace(scale=scale, margin=0.2)
     x64, w64 = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    truth = textbook_loss(margin, x64, y, w64, rows=None, threshold=None).mean()
+    truth = reference_losses(margin, x64, y, w64).mean()
     truth.backward()
     head = nn.ClassParallelHead(DIM, CLASSES, margin=margin, block=3)
     head.weight.data.copy_(weight)
@@ -163,7 +139,7 @@ def test_rows_of_any_length_step_as_in_the_textbook(margin: str) -> None:
     head = make(run_ranks(1, lambda comm: comm)[0], MARGINS[margin](), {"block": 4}, weight)
     head(x.requires_grad_(), y).backward()
     leaf = weight.clone().requires_grad_()
-    losses = textbook_loss(MARGINS[margin]().double(), x.detach(), y, leaf, rows=None, threshold=None)
+    losses = reference_losses(MARGINS[margin]().double(), x.detach(), y, leaf)
     (losses.sum() / (y >= 0).sum()).backward()
     assert leaf.grad is not None
     stepped = weight - LR * (leaf.grad + DECAY * weight)
@@ -178,7 +154,7 @@ def test_cosines_of_one_and_minus_one(margin: str) -> None:
     head = make(run_ranks(1, lambda comm: comm)[0], MARGINS[margin](), {}, weight)
     loss = head(x.clone().requires_grad_(), y)
     loss.backward()
-    truth = textbook_loss(MARGINS[margin]().double(), x, y, weight, rows=None, threshold=None).mean()
+    truth = reference_losses(MARGINS[margin]().double(), x, y, weight).mean()
     assert loss.item() == pytest.approx(truth.item(), rel=1e-10) and head.weight.isfinite().all()
 
 
@@ -196,7 +172,7 @@ def test_one_sample_a_rank(margin: str) -> None:
 
     found = run_ranks(3, run)
     ref, leaf = x[:3].clone().requires_grad_(), weight.clone().requires_grad_()
-    losses = textbook_loss(MARGINS[margin]().double(), ref, y[:3], leaf, rows=None, threshold=None)
+    losses = reference_losses(MARGINS[margin]().double(), ref, y[:3], leaf)
     mean = losses.sum() / 2
     mean.backward()
     assert leaf.grad is not None
@@ -257,6 +233,6 @@ def test_weights_of_single_samples_reach_the_updated_weight(world: int) -> None:
 
     found = torch.cat(run_ranks(world, run))
     leaf = weight.clone().requires_grad_()
-    (textbook_loss(nn.ArcFace().double(), x, y, leaf, rows=None, threshold=None) * factors).mean().backward()
+    (reference_losses(nn.ArcFace().double(), x, y, leaf) * factors).mean().backward()
     assert leaf.grad is not None
     torch.testing.assert_close(found, weight - LR * (leaf.grad + DECAY * weight), rtol=1e-10, atol=1e-11)

@@ -1,17 +1,19 @@
 """What recomputation buys and costs: the largest batch under one memory cap and the time of a sample, by policy.
 
-    python benchmarks/recompute.py            # iresnet50, vit_base, bert_large: about an hour on two quiet cores
-    python benchmarks/recompute.py --models vit_base
+    python benchmarks/recompute.py            # iresnet50, vit_base, bert_large: half an hour on two quiet cores
+    python benchmarks/recompute.py --models vit_base --repeats 1
     python benchmarks/recompute.py --quick    # vit_tiny: a minute or two
 
 The cap is what a step of --batch-size samples takes without recomputation, weights and gradients not counted (they do
 not grow with the batch). Activations are the peak of the process beyond what it had before the step (on a GPU, what
-torch allocated), at two batch sizes: a line through both gives the batch that fills the cap, and the step at that batch
-gives the time of a sample (--at-most bounds it: a CPU has no hurry). Each measurement is a process of its own.
-Slowdown is against the same model without recomputation at --batch-size.
+torch allocated), at --batch-size and at twice that: a line through both gives the batch that fills the cap. The time
+of a sample is that of the larger step for every policy, "none" too. Each measurement is a process of its own; a row
+is printed as soon as it is known.
 
-Besides the policies "full", "every:2" and "selective" the search tries lists of blocks: each block's activations and
-forward time are measured, and blocks are taken in the order of bytes saved a second, as many as --slowdowns allow.
+The search tries "full", "selective", all blocks but the last (what that one keeps is there at the peak anyway), the
+same with one product of each block kept (--product; attention's projection, a residual block's second convolution),
+and lists of blocks: each block's activations and forward time are measured, and blocks are taken in the order of bytes
+saved a second, as many as --slowdowns allow. --policies names your own instead.
 """
 
 from __future__ import annotations
@@ -121,28 +123,30 @@ def listed(blocks: list[tuple[float, float]], step: float, slowdown: float) -> s
     return "blocks:" + ",".join(map(str, sorted(chosen))) if chosen else "none"
 
 
+def search(args: argparse.Namespace, model: str, seconds: float) -> list[str]:
+    """The policies to try; seconds: of a plain step of --batch-size."""
+    blocks = look_at_blocks(model, args.batch_size)
+    product = args.product if args.product is not None else 1 if model.startswith("iresnet") else 2
+    spared = f"blocks:0-{len(blocks) - 2}"
+    found = ["full", "selective", spared, f"{spared} selective:{product}"]
+    found += [listed(blocks, seconds, slowdown) for slowdown in args.slowdowns]
+    return [policy for policy in dict.fromkeys(found) if policy != "none"]
+
+
 def table(args: argparse.Namespace, model: str) -> None:
-    base_batch = args.batch_size
-    plain = measure(args, model, "none", base_batch)
-    half = measure(args, model, "none", max(1, base_batch // 2))
-    cap, per_sample = plain["bytes"], plain["seconds"] / base_batch
-    blocks = look_at_blocks(model, base_batch)
-    policies = ["full", "every:2", "selective"]
-    policies += [listed(blocks, plain["seconds"], slowdown) for slowdown in args.slowdowns]
-    slope = (plain["bytes"] - half["bytes"]) / (base_batch - max(1, base_batch // 2))
-    print(f"\n{model}: cap {cap / 2**20:.0f} MiB, {base_batch} samples, {len(blocks)} blocks\n")
+    batch = args.batch_size
+    plain, twice = measure(args, model, "none", batch), measure(args, model, "none", 2 * batch)
+    cap, per_sample = plain["bytes"], twice["seconds"] / (2 * batch)
+    print(f"\n{model}: cap {cap / 2**20:.0f} MiB, {batch} samples\n")
     print("| policy | MiB a sample | largest batch | of plain | ms a sample | slower |\n|---|---|---|---|---|---|")
-    print(f"| none | {slope / 2**20:.2f} | {base_batch} | 1.0 | {1e3 * per_sample:.1f} | |", flush=True)
+    print(f"| none | {(twice['bytes'] - cap) / batch / 2**20:.2f} | {batch} | 1.0 | {1e3 * per_sample:.1f} | |", flush=True)
     best = ("none", 1.0, 0.0)
-    for policy in dict.fromkeys(policies):
-        if policy == "none":
-            continue
-        small, large = measure(args, model, policy, base_batch), measure(args, model, policy, 2 * base_batch)
-        slope = max((large["bytes"] - small["bytes"]) / base_batch, 1.0)
-        fits = max(int(base_batch + (cap - small["bytes"]) / slope), 1)
-        timed = min(fits, args.at_most)
-        took = measure(args, model, policy, timed)["seconds"] / timed
-        grows, slower = fits / base_batch, took / per_sample - 1
+    for policy in args.policies or search(args, model, plain["seconds"]):
+        small, large = measure(args, model, policy, batch), measure(args, model, policy, 2 * batch)
+        slope = max((large["bytes"] - small["bytes"]) / batch, 1.0)
+        fits = max(int(batch + (cap - small["bytes"]) / slope), 1)
+        took = large["seconds"] / (2 * batch)
+        grows, slower = fits / batch, took / per_sample - 1
         cells = [policy, f"{slope / 2**20:.2f}", str(fits), f"{grows:.1f}", f"{1e3 * took:.1f}", f"{slower:+.0%}"]
         print(f"| {' | '.join(cells)} |", flush=True)
         if slower <= 0.2 and grows > best[1]:
@@ -157,12 +161,13 @@ def table(args: argparse.Namespace, model: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="largest batch under a memory cap and its cost, by recompute policy")
     parser.add_argument("--models", nargs="+", default=["iresnet50", "vit_base", "bert_large"])
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--at-most", type=int, default=24, help="samples of the step that is timed")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--policies", nargs="+", help="these, instead of a search")
+    parser.add_argument("--product", type=int, help="the product that is kept of each block")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--slowdowns", nargs="+", type=float, default=[0.05, 0.1, 0.15, 0.2, 0.25])
-    parser.add_argument("--quick", action="store_true", help="vit_tiny, two lists")
+    parser.add_argument("--slowdowns", nargs="+", type=float, default=[0.1, 0.2])
+    parser.add_argument("--quick", action="store_true", help="vit_tiny")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     for name in ("--model", "--policy"):
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -172,7 +177,7 @@ def main() -> None:
         print(json.dumps(one(args)))
         return
     if args.quick:
-        args.models, args.slowdowns, args.repeats = ["vit_tiny"], [0.1, 0.2], 2
+        args.models = ["vit_tiny"]
     print(f"torch {torch.__version__}, {args.threads} thread(s), times are processor time on CPUs")
     for model in args.models:
         table(args, model)

@@ -220,7 +220,7 @@ def embed(args: argparse.Namespace) -> None:
 
         def ours() -> None:
             given = {"source": "images", "comm": LocalCommunicator(), "workers": args.workers}
-            embed_to_file(model, data, target, batch_size=batch, **given)
+            embed_to_file(model, data, target, batch_size=batch, overwrite=True, **given)
 
         works = {"bare": bare, "plsc-embed": ours}
         for work in works.values():

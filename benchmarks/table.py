@@ -1,12 +1,16 @@
 """Rows a second of the sparse table beside a bare gather, other tables in Python, FBGEMM and torch's sparse Adagrad.
 
-    python benchmarks/table.py [--rows 5000000] [--ids 10000000] [--repeats 30] [--disk FOLDER]
+    python benchmarks/table.py [fill] [peers] [threads] [disk] [--rows 5000000] [--ids 10000000] [--repeats 30]
 
 Batches of 65,536 keys, uniform over the rows and Zipf(1.05) over the ids, dim 16, Adagrad; ids without a row get one as
-they come. All contenders take turns within one run, so that a noisy machine hurts them alike; medians of processor
-time and their ratios to the bare gather count, not single numbers. Two threads are timed by the clock on the wall, one
-and two in turn: run those on a quiet machine. With --disk also saving and loading beside plain writing and reading of
-as many bytes in that folder. numba and fbgemm-gpu-cpu (1.8 beside torch 2.13) take part where they are installed.
+they come. Without names all parts are run.
+
+fill     rows a second of a bulk load, the slowest batch while the table grows, bytes a row beyond its payload
+peers    pulls and pushes beside other tables. All take turns within one run, so that a noisy machine hurts them alike;
+         medians of processor time and their ratios to the bare gather count, not single numbers. numba and
+         fbgemm-gpu-cpu (1.8 beside torch 2.13) take part where they work
+threads  one and two in turn, by the clock on the wall: run those on a quiet machine
+disk     saving beside writing and syncing as many bytes in --folder, loading beside reading them, none in memory
 """
 
 import argparse
@@ -15,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +64,17 @@ class DictTable:
     """A Python dict of numpy rows, which most first versions are."""
 
     def __init__(self, keys: np.ndarray, values: np.ndarray) -> None:
-        self.rows = dict(zip(keys.tolist(), values, strict=True))
+        self.rows = dict(zip(keys.tolist(), values.copy(), strict=True))
+        self.sums = {key: np.zeros(DIM, np.float32) for key in self.rows}
 
     def pull(self, keys: np.ndarray) -> np.ndarray:
         return np.stack([self.rows[key] for key in keys.tolist()])
+
+    def push(self, keys: np.ndarray, grads: np.ndarray) -> None:
+        for key, grad in zip(keys.tolist(), grads, strict=True):
+            total = self.sums[key]
+            total += grad * grad
+            self.rows[key] -= LR * grad / (np.sqrt(total) + 1e-10)
 
 
 class NumbaTable:
@@ -208,37 +218,51 @@ def one_and_two_threads(work: Callable[[int, np.ndarray], object], repeats: int)
     return float(np.median(rates[1])), float(np.median(rates[2]))
 
 
-def on_disk(table: Table, folder: Path) -> None:
-    """Saving and loading beside writing (and syncing) and reading as many bytes."""
+def forget(path: Path) -> None:
+    """Has the system drop a file's pages from memory, so that it is read from the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def on_disk(table: Table, folder: Path, rounds: int) -> None:
+    """Saving and loading beside writing (and syncing) and reading as many bytes, in turn."""
     path, bare = folder / "table", folder / "bare"
-    rates: dict[str, list[float]] = {"save": [], "write": [], "load": [], "read": []}
-    for _ in range(3):
-        start = time.perf_counter()
-        table.save(path)
-        rates["save"].append(time.perf_counter() - start)
-        size = path.stat().st_size
-        block = os.urandom(1 << 20)
-        start = time.perf_counter()
-        with bare.open("wb") as file:
-            for _ in range(size >> 20):
-                file.write(block)
-            file.flush()
+    block = os.urandom(1 << 20)
+
+    def write() -> None:
+        with bare.open("wb", buffering=0) as file:
+            for start in range(0, path.stat().st_size, len(block)):
+                file.write(block[: path.stat().st_size - start])
             os.fsync(file.fileno())
-        rates["write"].append(time.perf_counter() - start)
-        start = time.perf_counter()
-        Table.load(path)
-        rates["load"].append(time.perf_counter() - start)
-        start = time.perf_counter()
+
+    def read() -> None:
         with bare.open("rb", buffering=0) as file:
-            while file.readinto(bytearray(1 << 20)):
+            while file.readinto(block_read):
                 pass
-        rates["read"].append(time.perf_counter() - start)
-    speeds = {name: size / float(np.median(spent)) / 1e6 for name, spent in rates.items()}
-    print(
-        f"\nsave {speeds['save']:.0f} MB/s, {speeds['save'] / speeds['write']:.2f} of a bare write; load "
-        f"{speeds['load']:.0f} MB/s ({len(table) / float(np.median(rates['load'])) / 1e6:.2f} M rows/s), "
-        f"{speeds['load'] / speeds['read']:.2f} of a bare read (both from the system's cache); {size / 1e6:.0f} MB"
-    )
+
+    block_read = bytearray(1 << 20)
+    wall: dict[str, list[float]] = {"save": [], "write": [], "load": [], "read": []}
+    cpu: dict[str, list[float]] = {name: [] for name in wall}
+    work = {"save": lambda: table.save(path), "write": write, "load": lambda: Table.load(path), "read": read}
+    for _ in range(rounds):
+        for name, one in work.items():
+            if name in ("load", "read"):
+                forget(path if name == "load" else bare)
+            start, spent = time.perf_counter(), time.process_time()
+            one()
+            wall[name].append(time.perf_counter() - start)
+            cpu[name].append(time.process_time() - spent)
+    size = path.stat().st_size
+    print(f"\n{len(table):,} rows, {size / 1e6:.0f} MB\n{'':8}{'MB/s':>8}{'range':>12}{'M rows/s':>10}{'/ CPU-s':>9}")
+    for name, spent in wall.items():
+        rates = size / np.array(spent) / 1e6
+        rows = [len(table) / float(np.median(each)) / 1e6 for each in (spent, cpu[name])]
+        print(
+            f"{name:8}{np.median(rates):8.0f}{f'{rates.min():.0f}-{rates.max():.0f}':>12}{rows[0]:10.2f}{rows[1]:9.2f}"
+        )
+    for ours, theirs in (("save", "write"), ("load", "read")):
+        print(f"{ours} / {theirs}: {np.median(wall[theirs]) / np.median(wall[ours]):.2f}")
     path.unlink()
     bare.unlink()
 
@@ -269,44 +293,44 @@ def fbgemm_push(table: FbgemmTable, batches: list[np.ndarray], grads: torch.Tens
 
 
 def fill(tables: dict[str, Table], ids: np.ndarray, dense: np.ndarray) -> None:
+    print(f"{'':16}{'M rows/s':>10}{'batch, ms':>11}{'slowest':>9}{'B/row beyond':>14}   (processor time)")
     for name, table in tables.items():
         spent = []
         for some in np.array_split(np.arange(len(dense)), max(1, len(dense) // BATCH)):
+            keys, values = ids[some], dense[some]
             start = time.thread_time()
-            table.assign(ids[some], dense[some])
+            table.assign(keys, values)
             spent.append(time.thread_time() - start)
         stats = table.stats()
         beyond = (stats["index_bytes"] + stats["arena_bytes"] - stats["payload_bytes"]) / len(dense)
-        print(
-            f"{name}: filled at {len(dense) / sum(spent) / 1e6:.2f} M rows/s, a batch {1e3 * np.median(spent):.1f} ms, "
-            f"at worst {1e3 * max(spent):.1f} ms; {beyond:.1f} bytes a row beyond the payload"
-        )
+        middle, most = 1e3 * float(np.median(spent)), 1e3 * max(spent)
+        print(f"{name:16}{len(dense) / sum(spent) / 1e6:10.2f}{middle:11.1f}{most:9.1f}{beyond:14.1f}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=5_000_000)
-    parser.add_argument("--ids", type=int, default=10_000_000)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--disk", type=Path)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    random = np.random.default_rng(0)
-    ids = np.arange(args.ids, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    dense = random.standard_normal((args.rows, DIM), np.float32)
-    grads = random.standard_normal((BATCH, DIM), np.float32)
+def optional(what: str, make: Callable[[], Any]) -> Any:
+    """A peer, or None where it does not work here, with the reason."""
+    try:
+        return make()
+    except (ImportError, OSError) as error:
+        print(f"without {what}: {str(error).strip().splitlines()[0]}")
+        return None
+
+
+def peers(
+    tables: dict[str, Table], ids: np.ndarray, dense: np.ndarray, batches: dict[str, list[np.ndarray]], repeats: int
+) -> None:
+    rows = len(dense)
+    grads = np.random.default_rng(1).standard_normal((BATCH, DIM), np.float32)
     out = np.empty((BATCH, DIM), np.float32)
-    tables = {"table (Hogwild)": Table(DIM, lr=LR), "table (locked)": Table(DIM, lr=LR, locked=True)}
-    fill(tables, ids[: args.rows], dense)
-    tenth = args.rows // 10  # a dict of all rows would fill the memory
-    bisected, mapping = SortedTable(ids[: args.rows], dense), DictTable(ids[:tenth], dense[:tenth])
-    compiled = NumbaTable(ids[: args.rows], dense) if find_spec("numba") else None
-    fbgemm = FbgemmTable(dense) if find_spec("fbgemm_gpu") else None
-    for kind in ("uniform", "zipf"):
-        batches = draw(kind, args.rows, args.ids, args.repeats, random)
-        keys = [ids[batch] for batch in batches]
-        dense_ids = [batch % args.rows for batch in batches]  # for what has no keys
-        few = [ids[batch % tenth] for batch in batches]
+    tenth = rows // 10  # a dict of all rows would fill the memory
+    bisected, mapping = SortedTable(ids[:rows], dense), DictTable(ids[:tenth], dense[:tenth])
+    compiled = optional("numba", lambda: NumbaTable(ids[:rows], dense))
+    fbgemm = optional("fbgemm-gpu-cpu", lambda: FbgemmTable(dense))
+    for kind, drawn in batches.items():
+        keys = [ids[batch] for batch in drawn]
+        dense_ids = [batch % rows for batch in drawn]  # for what has no keys
+        few = [ids[batch % tenth] for batch in drawn]
+        known = [ids[at] for at in dense_ids]
         gather = lambda i, at=dense_ids: np.take(dense, at[i], axis=0, out=out, mode="clip")  # noqa: E731
         pulls: dict[str, Timed] = {"bare gather": gather}
         pushes: dict[str, Timed] = {"bare gather": gather}
@@ -319,23 +343,57 @@ def main() -> None:
         if fbgemm is not None:
             pulls["FBGEMM, ids are row numbers"] = lambda i, at=dense_ids: fbgemm.pull(at[i])
             pushes["FBGEMM, backward and update"] = fbgemm_push(fbgemm, dense_ids, torch.from_numpy(grads))
-        known = [ids[at] for at in dense_ids]
         pulls["numpy searchsorted"] = lambda i, known=known: bisected.pull(known[i])
-        pulls["dict of rows, a tenth"] = lambda i, few=few: mapping.pull(few[i])
         pushes["numpy searchsorted"] = lambda i, known=known: bisected.push(known[i], grads)
-        pushes["torch sparse Adagrad"] = torch_adagrad(args.rows, dense_ids, torch.from_numpy(grads))
-        report(f"pull, {kind}", medians(pulls, args.repeats, time.thread_time))
-        report(f"push, {kind}", medians(pushes, args.repeats, time.thread_time))
+        pulls["dict of rows, a tenth"] = lambda i, few=few: mapping.pull(few[i])
+        pushes["dict of rows, a tenth"] = lambda i, few=few: mapping.push(few[i], grads)
+        pushes["torch sparse Adagrad"] = torch_adagrad(rows, dense_ids, torch.from_numpy(grads))
+        report(f"pull, {kind}", medians(pulls, repeats, time.thread_time))
+        report(f"push, {kind}", medians(pushes, repeats, time.thread_time))
+
+
+def two_threads(tables: dict[str, Table], ids: np.ndarray, batches: dict[str, list[np.ndarray]], repeats: int) -> None:
+    grads = np.random.default_rng(1).standard_normal((BATCH, DIM), np.float32)
+    print()
+    for kind, drawn in batches.items():
+        keys = [ids[batch] for batch in drawn]
         for name, table in tables.items():
             work = {
                 "pull": lambda i, mine, table=table, keys=keys: table.pull(keys[i], out=mine),
                 "push": lambda i, mine, table=table, keys=keys: table.push(keys[i], grads),
             }
             for verb, one in work.items():
-                single, both = one_and_two_threads(one, args.repeats)
-                print(f"{name}, {verb}, {kind}: two threads {both:.2f} M rows/s, {both / single:.2f} times one")
-    if args.disk is not None:
-        on_disk(tables["table (Hogwild)"], args.disk)
+                single, both = one_and_two_threads(one, repeats)
+                print(f"table, {name}, {verb}, {kind}: two threads {both:.2f} M rows/s, {both / single:.2f} times one")
+
+
+PARTS = ("fill", "peers", "threads", "disk")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all without one")
+    parser.add_argument("--rows", type=int, default=5_000_000)
+    parser.add_argument("--ids", type=int, default=10_000_000)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
+    args = parser.parse_args()
+    parts = args.parts or PARTS
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"got {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
+    torch.set_num_threads(1)
+    random = np.random.default_rng(0)
+    ids = np.arange(args.ids, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    dense = random.standard_normal((args.rows, DIM), np.float32)
+    tables = {"Hogwild": Table(DIM, lr=LR), "locked": Table(DIM, lr=LR, locked=True)}
+    fill(tables, ids[: args.rows], dense)
+    if "disk" in parts:
+        on_disk(tables["Hogwild"], args.folder, 3)
+    batches = {kind: draw(kind, args.rows, args.ids, args.repeats, random) for kind in ("uniform", "zipf")}
+    if "peers" in parts:
+        peers(tables, ids, dense, batches, args.repeats)
+    if "threads" in parts:
+        two_threads(tables, ids, batches, args.repeats)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,16 @@ from plsc.serve.bundle import STORAGES
 from plsc.train.checkpoint import Checkpoints
 from plsc.train.config import Config, dump, from_dict, list_recipes, load_recipe, read_recipe
 from plsc.train.elastic import run_again
-from plsc.train.failures import EXIT_DIVERGED, EXIT_FAILURE, EXIT_USAGE, exit_code, opening, told
+from plsc.train.failures import (
+    EXIT_DIVERGED,
+    EXIT_FAILURE,
+    EXIT_USAGE,
+    Stopped,
+    exit_code,
+    opening,
+    stopped_by_signals,
+    told,
+)
 from plsc.train.launch import (
     EXIT_INTERRUPTED,
     Outcome,
@@ -124,6 +133,8 @@ def export(argv: Sequence[str] | None = None) -> int:
         for flag, given in ((f"--storage {storage}", storage != "fp32"), ("--thumbnails", thumbnails)):
             if given and to not in BUNDLED:
                 raise ValueError(f"got {flag} with --to {to}, expected it with --to {' or '.join(BUNDLED)} only")
+        if args and to in BUNDLED:
+            cli_serve.check_bundle(args[0])
 
     args = [arg for arg in args if arg != "--thumbnails"]
     return _again("plsc-export", "export", args, [to, storage, "thumbnails" if thumbnails else ""], check)
@@ -140,9 +151,10 @@ def embed(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if len(args) < 2 or args[0].startswith("-") or args[1].startswith("-"):
         print(
-            "usage: plsc-embed RUN DATA [--out FILE] [--nproc N] [--eval.batch-size B] ...\n\n"
+            "usage: plsc-embed RUN DATA [--out FILE] [--overwrite] [--nproc N] [--eval.batch-size B] ...\n\n"
             "RUN is the folder that plsc-train wrote. DATA: a folder, .zip, list, .rec, .tar, .parquet, .lmdb or\n"
-            ".bin. FILE (.safetensors or .parquet; default RUN/export/NAME-OF-DATA.safetensors) gets one row an image."
+            ".bin. FILE (.safetensors or .parquet; default RUN/export/NAME-OF-DATA.safetensors) gets one row an image.\n"
+            "A FILE of another model or data is refused, and replaced with --overwrite."
         )
         return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
     folder, source, *flags = args
@@ -153,12 +165,15 @@ def embed(argv: Sequence[str] | None = None) -> int:
         at = flags.index("--out")
         target, flags = (flags[at + 1 : at + 2] or [""])[0], flags[:at] + flags[at + 2 :]
 
+    overwrite = "overwrite" if "--overwrite" in flags else ""
+    flags = [flag for flag in flags if flag != "--overwrite"]
+
     def check() -> None:
         if not target.endswith((".safetensors", ".parquet")):
             raise ValueError(f"got --out {target!r}, expected a file .safetensors or .parquet")
         check_folder(os.path.dirname(target) or ".", "the folder of --out")
 
-    return _again("plsc-embed", "embed", [folder, *flags], [source, target], check)
+    return _again("plsc-embed", "embed", [folder, *flags], [source, target, overwrite], check)
 
 
 def data(argv: Sequence[str] | None = None) -> int:
@@ -392,6 +407,8 @@ def _start(command: str, config: Config, extra: Sequence[str] = ()) -> int:
     started = Launch.read()
     if command == "train":
         check_folder(config.out, "--out")
+        if config.export:
+            cli_serve.check_bundle(config.out)
     if config.nproc > 1 and (started is None or started.world_size == 1):
         return _launch(command, config, extra)
     if started is not None and started.rank == 0 and config.nproc not in (1, started.world_size):
@@ -458,10 +475,9 @@ def _work(command: str, config: Config, extra: Sequence[str]) -> int:
                 print(f"report: {Path(extra[0]) / 'report.html'}")
         elif command == "embed":
             bar = _Bar("embedding") if comm.rank == 0 else None
-            run.embed_images(config, *extra, comm=comm, progress=bar)
+            source, target, overwrite = extra
+            run.embed_images(config, source, target, overwrite=bool(overwrite), comm=comm, progress=bar)
             result = None
-            if comm.rank == 0:
-                print(f"written: {extra[1]}")
         else:
             to, storage, thumbnails = extra
             written = list(run.export(config, to=to, thumbnails=bool(thumbnails), comm=comm).values())
@@ -614,10 +630,15 @@ class _Bar:
 def _guarded(run: Callable[[], int]) -> int:
     """An error becomes one sentence, or a traceback where that is needed; a rank leaves it to its launcher to say."""
     try:
-        return run()
+        # A rank of several may wait inside of a collective, where no handler runs: a signal ends it at once.
+        with stopped_by_signals() if Launch.read() is None else nullcontext():
+            return run()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Stopped as stopped:
+        print(f"stopped by {stopped.name}: what was not whole is removed", file=sys.stderr)
+        return stopped.code
     except Exception as error:
         code, text = exit_code(error), told(error)
         if not report(code, text, about_others=isinstance(error, CommError)):

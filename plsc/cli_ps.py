@@ -33,7 +33,11 @@ def _parser() -> argparse.ArgumentParser:
     for flag, kind in (("host", str), ("port", int), ("index", int), ("count", int), ("folder", str), ("run", str)):
         serve.add_argument(f"--{flag}", type=kind, help=f"instead of [server] {flag}")
     serve.add_argument("--metrics-port", type=int, help="instead of [server] metrics_port")
-    serve.add_argument("--rendezvous", metavar="HOST:PORT", help="a TCPStore to say this server's address in")
+    serve.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="a TCPStore, or etcd as etcd://HOST:PORT, to say this server's address in",
+    )
     serve.add_argument("--advertise", metavar="HOST:PORT", help="the address to say there, where it is not --host's")
     launch = commands.add_parser("launch", help="servers and workers on this machine: launch ... -- script.py")
     launch.add_argument("--tables", default="tables.toml", metavar="tables.toml")

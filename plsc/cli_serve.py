@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import plsc
-from plsc.serve.bundle import MANIFEST, Bundle, Threshold, write_bundle
+from plsc.serve.bundle import MANIFEST, Bundle, Threshold, check_target, write_bundle
 from plsc.serve.detect import DETECTORS, find_detector
 from plsc.serve.gallery import open_gallery
 
@@ -68,6 +68,11 @@ def run(argv: Sequence[str]) -> int:
 
     serve(start, address, ready=lambda url: print(f"serving at {url} (Ctrl-C stops)", flush=True))
     return 0
+
+
+def check_bundle(folder: str | Path) -> None:
+    """Raises ValueError where bundle_run would be refused for what RUN/bundle holds: before anything is computed."""
+    check_target(Path(folder) / "bundle")
 
 
 def bundle_run(folder: str | Path, *, storage: str = "fp32") -> Path:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ class Strategy:
         accumulate: micro-batches an optimizer step; the global batch stays the same, memory shrinks.
         clip_norm: largest norm of the whole gradient, cut weights counted once; 0 is off.
         recompute: "none" | "full" | "selective" | "every:k" | "blocks:0-3,7": blocks that run again in the backward, to
-            keep less; see plsc.strategies.recompute.
+            keep less; the last two also with "selective", as "blocks:0-10 selective:2"; see plsc.strategies.recompute.
         sync_bn: batch statistics over all ranks.
         ps: how rows of sparse tables are trained, "none" | "direct" | "async" | "half_async" | "sync" | "geo". servers:
             host:port of each server; none: a table of this process. ps_args: the mode's settings; see docs/ps.md.
@@ -87,6 +87,9 @@ class Strategy:
     ps_args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "servers", tuple(self.servers) if isinstance(self.servers, list) else self.servers)
+        for name, kind in get_type_hints(Strategy).items():
+            object.__setattr__(self, name, _typed(name, getattr(self, name), get_origin(kind) or kind, "strategy"))
         if self.amp not in AMP:
             raise ValueError(f"strategy: got amp {self.amp!r}, expected one of {', '.join(AMP)}")
         try:
@@ -108,7 +111,6 @@ class Strategy:
             )
         self.dgc_options()
         self.local_sgd_options()
-        object.__setattr__(self, "servers", tuple(self.servers))  # a list will do
         if self.ps != "none":
             check_mode(self.ps, self.ps_args)
         elif self.servers or self.ps_args:
@@ -201,8 +203,9 @@ class Fleet:
         self._route: Communicator | None = None  # what gradients travel on
         self._names: dict[int, str] = {}  # of replicated parameters
         self._unreached: list[_Unreached] = []  # modules of which no parameter has had a gradient yet
-        self._checked: set[int] = set()
+        self._kept: set[int] = set()  # parameters whose replicas are kept together
         self._micro = 0
+        self._torn = False  # the last step has failed half-way
         self._pending: list[RowUpdate] = []
 
     @property
@@ -304,33 +307,16 @@ class Fleet:
 
         With accumulation the optimizer steps at every `accumulate`-th call. An fp16 overflow on any rank makes all
         ranks skip (with DGC any gradient that is not finite). Raises NonFiniteLoss on all ranks, before anything has
-        changed, if a loss is not finite.
+        changed, if a loss is not finite. After a step that failed half-way on all ranks the next one begins afresh.
         """
         self._check_parameters(optimizer)
         self._check_loss(loss)
-        self._micro += 1
-        last = self._micro == self.strategy.accumulate
-        may_skip = self.scaler is not None or self.strategy.compress != "none"
-        defer = may_skip or self.strategy.clip_norm > 0 or self.strategy.accumulate > 1
-        scaled = loss / self.strategy.accumulate
-        for layer in self.sparse:
-            layer.grad_scale = 1.0 if self.scaler is None else self.scaler.loss_scale
-        with ExitStack() as stack:
-            if not last:
-                for reducer in self.reducers:
-                    stack.enter_context(reducer.accumulate())
-            updates: list[RowUpdate] = stack.enter_context(deferred_updates()) if defer else []
-            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
-        self._pending += updates
-        for local in self.locals:
-            local.note(loss)
-        if not last:
-            return Step(updated=False)
-        self._micro = 0
-        for reducer in self.reducers:
-            reducer.finish()
-        self._check_reached(optimizer)
-        return self._finish(optimizer)
+        if self._torn:
+            self._clear(optimizer)
+        self._torn = True
+        step = self._take(loss, optimizer)
+        self._torn = False
+        return step
 
     def meet(self, optimizer: Optimizer) -> None:
         """Makes the replicas of local SGD the same, momentum included, and has all rows' pushes applied. Collective.
@@ -401,11 +387,37 @@ class Fleet:
             )
         else:
             self.reducers.append(Reducer(module.parameters(), comm, bucket_mb=mb, reduce_dtype=reduction, lanes=lanes))
+        self._kept |= {id(param) for part in (*self.reducers, *self.locals) for param in part.params}
+
+    def _take(self, loss: Tensor, optimizer: Optimizer) -> Step:
+        """Backward and, where the accumulation is complete, the rest of a step."""
+        self._micro += 1
+        last = self._micro == self.strategy.accumulate
+        may_skip = self.scaler is not None or self.strategy.compress != "none"
+        defer = may_skip or self.strategy.clip_norm > 0 or self.strategy.accumulate > 1
+        scaled = loss / self.strategy.accumulate
+        for layer in self.sparse:
+            layer.grad_scale = 1.0 if self.scaler is None else self.scaler.loss_scale
+        with ExitStack() as stack:
+            if not last:
+                for reducer in self.reducers:
+                    stack.enter_context(reducer.accumulate())
+            updates: list[RowUpdate] = stack.enter_context(deferred_updates()) if defer else []
+            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+        self._pending += updates
+        for local in self.locals:
+            local.note(loss)
+        if not last:
+            return Step(updated=False)
+        for reducer in self.reducers:
+            reducer.finish()
+        self._check_reached(optimizer)
+        return self._finish(optimizer)
 
     def _finish(self, optimizer: Optimizer) -> Step:
         """Decides together, then steps or skips."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        updates, self._pending = merge_updates(self._pending), []
+        updates = merge_updates(self._pending)
         compressors = [reducer for reducer in self.reducers if isinstance(reducer, DGC)]
         scale = 1.0
         for local in self.locals:
@@ -458,6 +470,12 @@ class Fleet:
         """What ends a step, taken or skipped."""
         for local in self.locals:
             local.end_step(optimizer)
+        self._clear(optimizer)
+        return step
+
+    def _clear(self, optimizer: Optimizer) -> None:
+        """No gradients and nothing accumulated: where a step begins."""
+        self._micro, self._pending = 0, []
         for reducer in self.reducers:
             reducer.zero_grad()
         averaged = {id(param) for reducer in self.reducers for param in reducer.params}
@@ -465,7 +483,6 @@ class Fleet:
             for param in group["params"]:
                 if id(param) not in averaged:
                     param.grad = None
-        return step
 
     def _norm(self, params: list[nn.Parameter], updates: list[RowUpdate], scale: float) -> float:
         """Norm of the gradient of everything: replicated weights once, cut ones summed over ranks.
@@ -496,22 +513,19 @@ class Fleet:
 
     def _check_parameters(self, optimizer: Optimizer) -> None:
         """On several ranks every parameter must be averaged or cut, else replicas drift apart unseen."""
-        if id(optimizer) in self._checked:
-            return
         for reducer in self.reducers:
             if isinstance(reducer, DGC):
                 reducer.check(optimizer)
         if self.world_size == 1:
             return
-        known = {id(param) for part in (*self.reducers, *self.locals) for param in part.params}
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                if param.requires_grad and id(param) not in known and shard_of(param) is None:
+                if param.requires_grad and id(param) not in self._kept and shard_of(param) is None:
                     raise ValueError(
                         f"optimizer group {number} has a parameter of shape {tuple(param.shape)} that is neither "
-                        "replicated nor cut; pass its module through fleet.replicate(module)"
+                        "replicated nor cut; pass its module through fleet.replicate(module), and freeze what is to "
+                        "be trained later only after that"
                     )
-        self._checked.add(id(optimizer))
 
     def _check_reached(self, optimizer: Optimizer) -> None:
         """Says so, once, where a module is to be trained and the loss of its first step does not depend on it."""
@@ -554,9 +568,14 @@ def _options(kind: type[T], args: dict[str, Any], where: str) -> T:
     for name, value in args.items():
         if name not in names:
             raise ValueError(f"strategy.{where}: unknown {name!r}; expected {', '.join(names)}")
-        if types[name] is float and type(value) is int:
-            value = float(value)
-        if type(value) is not types[name]:
-            raise ValueError(f"strategy.{where}: {name} is {value!r}, expected {types[name].__name__}")
-        made[name] = value
+        made[name] = _typed(name, value, types[name], f"strategy.{where}")
     return kind(**made)
+
+
+def _typed(name: str, value: Any, wanted: type, where: str) -> Any:
+    """The value, a whole number as a float where that is wanted; ValueError if it is of another type."""
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        raise ValueError(f"{where}: {name} is {value!r}, expected {wanted.__name__}")
+    return value

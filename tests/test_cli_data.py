@@ -108,6 +108,28 @@ def test_embed_writes_rows_in_order(faces: Path, tmp_path: Path, capsys: pytest.
         assert words in capsys.readouterr().err
 
 
+def test_embed_again(faces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.toml").write_text(RECIPE.format(faces=faces))
+    run, out = str(tmp_path / "run"), tmp_path / "e.safetensors"
+    assert cli.train([str(tmp_path / "r.toml"), "--out", run]) == 0
+    assert cli.data(["split", str(faces), str(tmp_path / "a"), str(tmp_path / "b"), "--share", "0.5"]) == 0
+    again = [run, str(tmp_path / "a"), "--out", str(out)]
+    assert cli.embed(again) == 0
+    before = out.stat()
+    assert cli.embed(again) == 0
+    assert f"complete already: {out}" in capsys.readouterr().out and out.stat() == before
+    assert cli.data(["convert", str(tmp_path / "a"), str(tmp_path / "a.tar")]) == 0
+    assert cli.embed([run, str(tmp_path / "a.tar"), "--out", str(out)]) == 0  # the same images in another container
+    assert f"complete already: {out}" in capsys.readouterr().out and out.stat() == before
+    other = [run, str(tmp_path / "b"), "--out", str(out)]
+    assert cli.embed(other) == 2
+    err = capsys.readouterr().err
+    assert "got embeddings of other data" in err and "another --out, or --overwrite" in err and err.count("\n") == 1
+    assert out.stat() == before and cli.embed([*other, "--overwrite"]) == 0
+    assert f"written: {out}" in capsys.readouterr().out
+    assert read_embeddings(out).names == tuple(open_images(tmp_path / "b").name(i) for i in range(20))
+
+
 @pytest.mark.slow
 def test_embed_on_two_ranks_gives_the_same(faces: Path, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(RECIPE.format(faces=faces))

@@ -71,6 +71,17 @@ def test_settings_become_tables_and_arguments(tmp_path: Path, monkeypatch: pytes
         ("[tables.a]\ndim = 1\nrule = 'adam9'", "rule is 'adam9', expected one of"),
         ("[tables.a]\ndim = 1\nrule = 'sgd'\nrule_args = {eps = 1}", "unknown eps"),
         ("[tables.'../a']\ndim = 1", "expected letters, digits"),
+        ("[tables.a]\ndim = 1\nrule = ['sgd']", "rule is ['sgd'], expected one of"),
+        ("[tables.a]\ndim = 1\nrule = 'none.cc'", "none.cc"),
+        ("[tables.a]\ndim = 1\nrule_args = 3", "rule_args is 3, expected a table"),
+        ("[tables.a]\ndim = 1\nrule_args = {eps = 'a'}", "eps is 'a', expected a number"),
+        ("[tables.a]\ndim = 1\nadmit_after = 0", "admit_after: got 0"),
+        ("[tables.a]\ndim = 1\nadmit_probability = 2.0", "admit_probability: got 2.0"),
+        ("[tables.a]\ndim = 1\nmax_rows = 3", "max_rows: got 3, expected at least"),
+        ("[tables.a]\ndim = 1\npolicy = 'fifo'", "policy: got 'fifo', expected one of lru, lfu"),
+        ("[tables.a]\ndim = 1\npolicy = 'lfu'", "expected counters=True"),
+        ("[tables.a]\ndim = 1\narena = 'nowhere'", "nowhere, expected an existing folder"),
+        ("[tables.a]\ndim = 1\nslots = 3", "unknown slots; expected dim"),
     ],
 )
 def test_settings_that_are_wrong(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +89,40 @@ def test_settings_that_are_wrong(text: str, why: str, tmp_path: Path, capsys: py
     assert ps(["serve", str(tmp_path / "tables.toml")]) == 2
     said = capsys.readouterr().err
     assert why in said and "tables.toml" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("port = 99999999", "port: got 99999999, expected 1 to 65535"),
+        ("metrics_port = -5", "metrics_port: got -5"),
+        ("limit_mb = 0", "limit_mb: got 0"),
+        ("durability = 'disk'", "durability: got 'disk', expected one of log, save, none"),
+        ("durability = 'log'", "needs a folder"),
+        ("save_every = 10", "save_every: got no folder to save to"),
+        ("folder = 's'\nsave_every = -1", "save_every: got -1 seconds"),
+        ("index = 2\ncount = 2", "got index 2 of 2 servers"),
+        ("host = '0.0.0.0'", "with neither a token nor client_ca"),
+        ("client_ca = 'ca.pem'", "client_ca: workers' certificates need tls"),
+        ("token_file = 'none'", "no such file"),
+    ],
+)
+def test_servers_that_cannot_be_say_so_at_once(
+    line: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PLSC_PS_TOKEN", raising=False)
+    (tmp_path / "tables.toml").write_text(f"[server]\n{line}\n[tables.a]\ndim = 1\n")
+    assert ps(["serve", str(tmp_path / "tables.toml")]) in (1, 2)
+    said = capsys.readouterr().err
+    assert why in said and "Traceback" not in said
+
+
+def test_rows_in_a_file_lie_beside_the_settings(tmp_path: Path) -> None:
+    """Paths in tables.toml are relative to it, wherever the command is given."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "tables.toml").write_text("[tables.a]\ndim = 1\narena = 'disk'\n")
+    tables, options = read_settings(tmp_path / "tables.toml", {})
+    assert options["load_options"]["a"]["arena"] == str(tmp_path / "disk") and len(tables["a"]) == 0
 
 
 def test_stat_save_and_reshard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,6 +115,26 @@ def test_storages_and_wrong_words(run: Path, capsys: pytest.CaptureFixture[str])
     assert cli.export(["--help"]) == 0 and "--storage fp32|fp16|int8" in capsys.readouterr().out
 
 
+def test_where_a_bundle_cannot_be(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before anything is computed: by an export, and by a training that would end with it."""
+    for name in ("export", "train"):
+        monkeypatch.setattr(f"plsc.train.run.{name}", lambda *_, **__: pytest.fail("computed first"))
+    (run / "bundle" / "people").mkdir()
+    try:
+        for flags in ([], ["--to", "bundle"], ["--to=all", "--nproc", "2"]):
+            assert cli.export([str(run), *flags]) == 2
+            assert "bundle: got people beside a bundle's files" in capsys.readouterr().err
+        assert cli.train([str(run.parent / "tiny.toml"), "--out", str(run)]) == 2
+        assert "got people beside" in capsys.readouterr().err
+        for flags in (["--to", "onnx"], ["--to", "pt2"]):  # no bundle: none in the way
+            with pytest.raises(pytest.fail.Exception, match="computed first"):
+                cli.export([str(run), *flags])
+    finally:
+        (run / "bundle" / "people").rmdir()
+
+
 def test_thumbnails_are_of_one_export(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,8 +173,9 @@ def test_a_report_is_one_page(run: Path, tmp_path: Path, capsys: pytest.CaptureF
     page = (tmp_path / "report/report.html").read_text()
     accuracy = json.loads((run / "result.json").read_text())["accuracy"]
     assert f"<td>{accuracy:.6g}</td>" in page
-    assert page.count("data:image/png;base64,") >= 3 and not re.search(r'(src|href)="(?!data:)', page)
-    assert {"roc.png", "scores.png", "nearest.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
+    pictures = {path.name for path in (tmp_path / "report").glob("*.png")}
+    assert {"roc.png", "scores.png", "nearest.png"} <= pictures  # and confusion.png, where any classes are confused
+    assert page.count("data:image/png;base64,") == len(pictures) and not re.search(r'(src|href)="(?!data:)', page)
 
 
 def test_serving_what_is_no_bundle(

@@ -231,6 +231,14 @@ def test_sync_bn_makes_batch_norm_independent_of_the_number_of_ranks() -> None:
         ({"reduce_dtype": "int8"}, "reduce_dtype: got 'int8'"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"accumulate": 2.5}, "accumulate is 2.5, expected int"),
+        ({"accumulate": True}, "accumulate is True, expected int"),
+        ({"lanes": "2"}, "lanes is '2', expected int"),
+        ({"clip_norm": "1"}, "clip_norm is '1', expected float"),
+        ({"topology": None}, "topology is None, expected str"),
+        ({"sync_bn": "no"}, "sync_bn is 'no', expected bool"),
+        ({"compress_args": [("density", 0.1)]}, "compress_args is .*, expected dict"),
+        ({"servers": "a:1"}, "servers is 'a:1', expected tuple"),
     ],
 )
 def test_bad_strategies(options: dict, message: str) -> None:

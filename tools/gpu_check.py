@@ -5,17 +5,23 @@
     python tools/gpu_check.py --only kernels     # some sections
 
 Each result is printed and written (OUT/gpu_check.json, OUT/gpu_check.md) as soon as it is known: stop it when you like.
-A section that fails is a line of the table, and the next one runs. The exit status is 1 if a check failed.
+Each section has a process and a limit of seconds of its own, so that one that fails, crashes or hangs is a line of the
+table, and the next one runs. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import gc
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -79,12 +85,61 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        (self.out / "gpu_check.json").write_text(json.dumps([asdict(result) for result in self.results], indent=1))
+        """Both files anew, each whole at every moment."""
+        found = {"running": self.section, "results": [asdict(result) for result in self.results]}
         lines = ["| section | what | found | wanted | |", "|---|---|---|---|---|"]
         for r in self.results:
             verdict = {None: "", True: "ok", False: "**no**"}[r.ok]
             lines.append(f"| {r.section} | {r.what} | {r.value} | {r.wanted} | {verdict} |")
-        (self.out / "gpu_check.md").write_text("\n".join(lines) + "\n")
+        if self.section:
+            lines.append(f"| {self.section} | still running when this was written | | | |")
+        for name, text in (("gpu_check.json", json.dumps(found, indent=1)), ("gpu_check.md", "\n".join(lines))):
+            begun = self.out / f"{name}.part"
+            begun.write_text(text + "\n")
+            begun.replace(self.out / name)
+
+    def read(self) -> None:
+        """What a process of a section has found."""
+        found = json.loads((self.out / "gpu_check.json").read_text())
+        self.results = [Result(**result) for result in found["results"]]
+
+    def apart(self, name: str, section: Callable[[Run], None], limit: float) -> None:
+        """Runs a section in a process of its own, which ends with this one, at the limit, and with the time."""
+        self.section, limit = name, min(limit, self.left)
+        if limit <= 0:
+            self.add("section", "left out: time is up")
+            return
+        self.write()
+        child = multiprocessing.get_context("fork").Process(target=self._inside, args=(section, os.getpid()))
+        child.start()
+        try:
+            child.join(limit)
+        finally:  # a signal may have ended the wait
+            stopped = child.is_alive()
+            if stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid or 0, signal.SIGKILL)
+                child.kill()
+            child.join()
+            self.read()
+        if stopped:
+            self.add("section", f"stopped after {limit:.0f} s", ok=False)
+        elif child.exitcode:
+            self.add("section", f"its process ended with {child.exitcode}", ok=False)
+
+    def _inside(self, section: Callable[[Run], None], parent: int) -> None:
+        os.setsid()  # its own children end with it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent, however that ends
+        if os.getppid() != parent:
+            return
+        try:
+            clear(self.device)
+            section(self)
+        except Exception as error:
+            traceback.print_exc()
+            words = (str(error).splitlines() or [""])[0]
+            self.add("section", f"{type(error).__name__}: {words[:300]}", ok=False)
 
 
 def load(path: Path) -> ModuleType:
@@ -130,6 +185,8 @@ def seconds_of(fn: Callable[[], object], device: torch.device, *, rounds: int = 
 
 
 def environment(run: Run) -> None:
+    if run.device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("found no GPU; --device cpu runs every path small")
     run.add("date", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
     run.add("python, torch, plsc", f"{platform.python_version()}, {torch.__version__}, {plsc.__version__}")
     if run.device.type == "cuda":
@@ -153,20 +210,23 @@ def kernel_cases(device: torch.device, size: int) -> Iterator[tuple[str, Any, An
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device)
 
-    n, c, d = 67, size * 1024 + 3, 512 if size > 4 else 132
-    dots, inverse = draw(n, c) * 0.1, (torch.rand(c, generator=generator) + 0.5).to(device)
-    place, shift = torch.randint(-1, c, (n,), generator=generator).to(device), torch.full((n,), 8.0, device=device)
-    for out in (torch.float32, torch.bfloat16, torch.float16):
-        pair = [torch.empty(n, c, dtype=out, device=device) for _ in range(2)]
-        options = {"scale": 64.0, "inverse": inverse, "weigh": True}
-        sums = [
-            module.exp_rows(dots, shift, place, out=one, **options)
-            for module, one in zip((kernels, twins), pair, strict=True)
-        ]
-        close = 1e-2 if out != torch.float32 else 3e-5
-        yield f"exp_rows to {out}", [sums[0], pair[0]], [sums[1], pair[1]], close
-    ends = [m.online_rows(dots, place, scale=300.0, inverse=inverse) for m in (kernels, twins)]
-    yield "online_rows", *ends, 1e-4
+    n, d = 67, 512 if size > 4 else 132
+    for c in (size * 1024 + 3, size * 1024):  # by one element at a time, and by four
+        dots, inverse = draw(n, c) * 0.1, torch.rand(c, generator=generator).to(device) + 0.5
+        place, shift = torch.randint(-1, c, (n,), generator=generator).to(device), torch.full((n,), 8.0, device=device)
+        factors = {"coefficient": draw(n), "own_value": draw(n)}
+        for out in (torch.float32, torch.bfloat16, torch.float16):
+            close = 1e-2 if out != torch.float32 else 3e-5
+            for name, extra in (("exp_rows", {}), ("grad_rows", factors)):
+                pair = [torch.empty(n, c, dtype=out, device=device) for _ in range(2)]
+                options = {**extra, "scale": 64.0, "inverse": inverse, "weigh": True}
+                sums = [
+                    getattr(module, name)(dots, shift, place, out=one, **options)
+                    for module, one in zip((kernels, twins), pair, strict=True)
+                ]
+                yield f"{name} to {out}, {c} classes", [sums[0], pair[0]], [sums[1], pair[1]], close
+        ends = [m.online_rows(dots, place, scale=300.0, inverse=inverse) for m in (kernels, twins)]
+        yield f"online_rows, {c} classes", *ends, 1e-4
     forms = [("fp32", torch.float32), ("bf16", torch.bfloat16), ("split", torch.bfloat16), ("split", torch.int8)]
     for form, state in forms:
         yield f"sgd_rows {form}, {state}", *update_pair(form, state, draw(size * 200 + 1, d)), 1e-2
@@ -214,8 +274,11 @@ def update_pair(form: str, state: torch.dtype, weight: Tensor) -> tuple[list[Ten
     return found[0], found[1]
 
 
+KERNEL_TESTS = ("softmax", "update", "choosing", "fused")
+
+
 def kernel_checks(run: Run) -> None:
-    """Kernels against their twins on the device; on a CPU behind the shim."""
+    """Kernels against their twins on the device, by the tests and at size; on a CPU behind the shim."""
     if run.small:
         shim = load(ROOT / "tests" / "cuda" / "shim" / "launcher.py")
         launcher = shim.ShimLauncher(shim.compile_kernels(shim.sources()), order=3)
@@ -230,21 +293,39 @@ def kernel_checks(run: Run) -> None:
             else:
                 worst = max(worst, float(not torch.equal(a, b)))
         run.add(name, f"error {worst:.1e}", ok=worst <= allowed, wanted=f"<= {allowed:g}")
-    if run.small:
-        kernels.launcher_for = importlib.import_module("plsc.ops.launching").launcher_for
+    for name in KERNEL_TESTS[-1:] if run.small else KERNEL_TESTS:
+        path = ROOT / "tests" / "cuda" / f"test_{name}.py"
+        options = ["-q", "-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-p", "no:cacheprovider"]
+        launchers = {"PLSC_TEST_LAUNCHER": "carried" if run.small else "cupy", "PLSC_KERNELS": ""}
+        words = say([sys.executable, "-m", "pytest", *options, str(path)], seconds=90, **launchers)
+        run.add(path.name, words, ok=" passed" in words and " failed" not in words and " error" not in words)
+
+
+def say(command: list[str], *, seconds: float, **environment: str) -> str:
+    """The last line that a command writes, or that it took too long."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": paths, **environment}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
+    except subprocess.TimeoutExpired:
+        return f"stopped after {seconds:g} s"
+    lines = (done.stdout + done.stderr).strip().splitlines() or [f"no output, status {done.returncode}"]
+    if done.returncode:
+        print("\n".join(lines[-40:]), flush=True)
+    return lines[-1][:200]
 
 
 def contracts(run: Run) -> None:
     """The contract of the communicators with one rank; on a CPU gloo stands in."""
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for port, backend in enumerate(("gloo",) if run.small else ("nccl", "cupy_nccl"), start=29641):
-        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        env = {**os.environ, **place, "MASTER_PORT": str(port), "PYTHONPATH": paths}
+    place |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    for backend in ("gloo",) if run.small else ("nccl", "cupy_nccl"):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
         command = [sys.executable, str(ROOT / "tests" / "comm" / "test_cupy_nccl.py"), backend]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-        kept = done.returncode == 0 and done.stdout.strip().endswith("kept")
-        words = (done.stdout + done.stderr).strip().splitlines()[-1:] or ["no output"]
-        run.add(backend, "contract kept" if kept else words[0][:160], ok=kept)
+        words = say(command, seconds=60, MASTER_PORT=port, **place)
+        run.add(backend, f"contract {words}" if words == "kept" else words, ok=words == "kept")
 
 
 def losses(device: torch.device, steps: int, **options: Any) -> list[float]:
@@ -383,21 +464,23 @@ def train_rate(net: nn.Module, x: Tensor, device: torch.device, *, amp: bool) ->
     return len(x) / seconds_of(step, device, rounds=1 if device.type == "cpu" else 3)
 
 
-def largest_batch(make: Callable[[], nn.Module], size: int, device: torch.device, *, amp: bool) -> int:
-    """The largest batch by powers of two, and halves between them, that trains."""
-    best, tried = 0, 256
-    while tried <= 8192:
-        clear(device)
+def largest_batch(run: Run, make: Callable[[], nn.Module], size: int, *, amp: bool) -> tuple[int, float]:
+    """The largest batch by powers of two that trains, and its images a second."""
+    best, rate = 0, 0.0
+    for batch in (2, 4) if run.small else (256 << i for i in range(6)):
+        if run.left < 40:
+            break
+        clear(run.device)
         try:
-            train_rate(make(), torch.zeros(tried, 3, size, size, device=device), device, amp=amp)
+            x = torch.zeros(batch, 3, size, size, device=run.device).to(memory_format=torch.channels_last)
+            best, rate = batch, train_rate(make(), x, run.device, amp=amp)
         except torch.cuda.OutOfMemoryError:
             break
-        best, tried = tried, tried * 2
-    return best
+    return best, rate
 
 
 def backbones(run: Run) -> None:
-    """AMP against fp32, and what recomputation gives back."""
+    """AMP against fp32 at one batch and at each one's largest, and what recomputation gives back."""
     models = [("iresnet50", plsc.models.iresnet50, 112), ("resnet50", plsc.models.resnet50, 224)]
     if run.small:
         models = [("iresnet18", plsc.models.iresnet18, 32)]
@@ -412,14 +495,9 @@ def backbones(run: Run) -> None:
         rates = {amp: train_rate(build(), x, run.device, amp=amp) for amp in (False, True)}
         value = f"fp32 {rates[False]:.0f}, bf16 {rates[True]:.0f} images/s: {rates[True] / rates[False]:.2f} times"
         run.add(f"{name}, batch {batch}", value)
-        if run.small:
-            build("full")
-            continue
-        if run.left < 90:
-            run.add(name, "largest batches left out: time is short")
-            continue
-        plain, again = (largest_batch(lambda p=p: build(p), size, run.device, amp=True) for p in ("none", "full"))
-        run.add(f"{name}, largest batch in bf16 (powers of two)", f"{plain}, with recompute {again}")
+        for what, policy, amp in (("fp32", "none", False), ("bf16", "none", True), ("bf16, recompute", "full", True)):
+            most, rate = largest_batch(run, lambda policy=policy: build(policy), size, amp=amp)
+            run.add(f"{name}, largest batch in {what} (powers of two)", f"{most}, {rate:.0f} images/s")
 
 
 def loading(run: Run) -> None:
@@ -455,27 +533,22 @@ SECTIONS: dict[str, Callable[[Run], None]] = {
 }
 
 
+LIMITS = {"kernels": 200.0, "contracts": 130.0, "head": 150.0, "backbones": 180.0}  # seconds; 60 for the others
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="checks and measures plsc on a GPU")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="these sections, in this order")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
-    parser.add_argument("--seconds", type=float, default=440.0, help="no section begins after this time")
+    parser.add_argument("--seconds", type=float, default=460.0, help="what still runs then is stopped")
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("found no GPU; --device cpu runs every path small")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run = Run(torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu"), args.out, args.seconds)
     for name in args.only or SECTIONS:
-        run.section = name
-        if run.left < 0:
-            run.add("section", "left out: time is up")
-            continue
-        clear(run.device)
-        try:
-            SECTIONS[name](run)
-        except Exception as error:
-            traceback.print_exc()
-            run.add("section", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", ok=False)
+        run.apart(name, SECTIONS[name], LIMITS.get(name, 60.0))
+    run.section = ""
+    run.write()
     failed = [result for result in run.results if result.ok is False]
     print(f"{len(failed)} of {sum(result.ok is not None for result in run.results)} checks failed; {run.out}")
     sys.exit(1 if failed else 0)

@@ -1,15 +1,18 @@
 """NCCL between GPUs through CuPy: the verbs on torch's CUDA tensors, while rendezvous and objects travel over gloo.
 
-Verbs run on one stream of their own, in the order they are issued: communicators split from one another never run at
-the same time, so that ranks that issue the same verbs in the same order cannot deadlock. Another library's NCCL
-communicators (those of DistributedDataParallel over "nccl") know nothing of that order: let ours average the gradients,
-or let none be in flight when the other's verbs are issued.
+Verbs run on one stream of their own, in the order they are issued: communicators of parts of the ranks never run at the
+same time, so that ranks that issue the same verbs in the same order cannot deadlock. A split into one group of all
+ranks is a lane: it has a stream of its own, its verbs run beside the others, and NCCL starts them in the order they are
+issued (NCCL_LAUNCH_ORDER_IMPLICIT, NCCL 2.26 or newer; older ones may deadlock). Another library's NCCL communicators
+(those of DistributedDataParallel over "nccl") know nothing of that order: let ours average the gradients, or let none
+be in flight when the other's verbs are issued.
 """
 
 from __future__ import annotations
 
 import collections
 import logging
+import os
 import threading
 import time
 import weakref
@@ -44,6 +47,8 @@ def load_nccl() -> Any:
         ) from error
     if not nccl.available:
         raise ValueError("backend 'cupy_nccl': CuPy finds no libnccl.so.2; pip install nvidia-nccl-cu13 (or -cu12)")
+    if not hasattr(nccl, "NCCL_BFLOAT16") or not hasattr(nccl.NcclCommunicator, "commSplit"):
+        raise ValueError("backend 'cupy_nccl': got an older CuPy, expected 14 or newer; pip install -U cupy-cuda13x")
     check_version(nccl.get_version(), torch.cuda.nccl.version())
     return nccl
 
@@ -62,9 +67,7 @@ def check_version(cupys: int, torchs: Sequence[int]) -> None:
 def open_handle(nccl: Any, store: dist.Store, rank: int, world_size: int) -> Any:
     """A NcclCommunicator of CuPy's between ranks that meet in a store; binds to the current device."""
     if rank == 0:
-        made = nccl.get_unique_id()  # bytes since CuPy 14, signed numbers before
-        sent = made if isinstance(made, bytes) else bytes(byte & 255 for byte in made)
-        store.set("unique_id", sent)  # type: ignore[arg-type]  # torch declares text, and takes bytes
+        store.set("unique_id", nccl.get_unique_id())  # 128 bytes; torch declares text, and takes bytes
     return nccl.NcclCommunicator(world_size, store.get("unique_id"), rank)
 
 
@@ -109,6 +112,10 @@ class Streams:
         event.record(self.side)
         return event
 
+    def lane(self) -> Streams:
+        """Another stream for verbs, beside this one."""
+        return Streams(self.device)
+
     def wait(self, event: Any) -> None:
         """Orders the current stream behind an event; the host goes on."""
         torch.cuda.current_stream(self.device).wait_event(event)
@@ -131,10 +138,11 @@ class _Pending:
 
 
 class Session:
-    """What communicators split from one another share: the stream, the watchdog, and whether a verb has failed."""
+    """What communicators split from one another share: the watchdog, and whether a verb has failed."""
 
-    def __init__(self, nccl: Any, streams: Any, *, timeout: float, heartbeat: Heartbeat | None = None) -> None:
-        self.nccl, self.streams, self.timeout, self.heartbeat = nccl, streams, timeout, heartbeat
+    def __init__(self, nccl: Any, *, timeout: float, heartbeat: Heartbeat | None = None) -> None:
+        self.nccl, self.timeout, self.heartbeat = nccl, timeout, heartbeat
+        self.lock = threading.Lock()  # no handle is destroyed while the watchdog looks at it
         self.failure: CommError | None = None
         self.comms: weakref.WeakSet[CupyNcclCommunicator] = weakref.WeakSet()
         self._pending: collections.deque[_Pending] = collections.deque()
@@ -154,19 +162,28 @@ class Session:
 
     def look(self, now: float) -> None:
         """Forgets the verbs that are done; an error of NCCL's or an overdue verb aborts every communicator."""
-        while self._pending and self._pending[0].event.query():
-            self._pending.popleft()
-        if not self._pending or self.failure is not None:
-            return
-        oldest, why = self._pending[0], ""
-        try:
-            oldest.comm.handle.check_async_error()
-        except Exception as error:
-            why = str(error) or type(error).__name__
-        if not why and now > oldest.deadline:
+        with self.lock:
+            pending = [verb for verb in list(self._pending) if not verb.event.query()]
+            for _ in range(len(self._pending)):  # in place: the caller's thread appends to it
+                verb = self._pending.popleft()
+                if not verb.event.query():
+                    self._pending.append(verb)
+            if not pending or self.failure is not None:
+                return
+            self._judge(pending, now)
+
+    def _judge(self, pending: list[_Pending], now: float) -> None:
+        blamed, why = pending[0], ""
+        for verb in pending:
+            try:
+                verb.comm.handle.check_async_error()
+            except Exception as error:
+                blamed, why = verb, str(error) or type(error).__name__
+                break
+        if not why and now > pending[0].deadline:
             why = f"not finished within {self.timeout:g} s"
         if why:
-            self.failure = oldest.comm.failed(oldest.call, oldest.number, why)
+            self.failure = blamed.comm.failed(blamed.call, blamed.number, why)
             log.error("%s", self.failure)
             self.abort()
 

@@ -28,22 +28,27 @@ class Launch:
         RANK and WORLD_SIZE with MASTER_ADDR and MASTER_PORT: torchrun, Kubeflow's PyTorchJob, Ray Train, your own.
         A step of Slurm's srun: its first host is where ranks meet, where MASTER_ADDR does not say otherwise.
         With MASTER_ADDR: Slurm's variables outside of a step, Open MPI's, and JOB_COMPLETION_INDEX (a Kubernetes Job
-        of completion mode Indexed) with WORLD_SIZE. MASTER_PORT is then 29500 unless it is set.
+        of completion mode Indexed) with WORLD_SIZE. MASTER_PORT is then 29500 unless it is set. ValueError where it
+        speaks of several ranks and leaves out what they need: each would be a world of its own.
         """
         env = os.environ
         if "RANK" in env:
             return _of(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", needs=("MASTER_ADDR", "MASTER_PORT"))
         if "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
             return _of_slurm_step(env)
-        if "MASTER_ADDR" not in env:
-            return None
         for rank, size, local in (
             ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
             ("JOB_COMPLETION_INDEX", "WORLD_SIZE", ""),
         ):
-            if rank in env and size in env:
+            several = env.get(size, "1") != "1" and not rank.startswith("SLURM")  # Slurm's batch script is one process
+            if rank in env and (several or "MASTER_ADDR" in env):
                 return _of(env, rank, size, local)
+        if env.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in env:
+            raise ValueError(
+                f"the environment sets WORLD_SIZE={env['WORLD_SIZE']} and MASTER_ADDR but no rank; set RANK for each, or "
+                "start the ranks with torchrun, srun, or a Kubernetes Job of completionMode Indexed"
+            )
         return None
 
 
@@ -64,15 +69,28 @@ def _of(env: Mapping[str, str], rank: str, size: str, local: str, *, needs: tupl
             f"the environment sets {rank} but not {', '.join(dict.fromkeys(absent))}; start the ranks with torchrun, "
             "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
         )
-    local_rank = int(env[local]) if env.get(local) else None
     port = env.get("MASTER_PORT") or DEFAULT_PORT
-    return Launch(int(env[rank]), int(env[size]), local_rank, env["MASTER_ADDR"], port)
+    return _made(env, rank, size, local, env["MASTER_ADDR"], port)
+
+
+def _made(env: Mapping[str, str], rank: str, size: str, local: str, address: str, port: str) -> Launch:
+    """The place that the named variables give; ValueError where they are no numbers or no place."""
+    read = {name: env[name] for name in (rank, size, local) if env.get(name)}
+    numbers = {name: int(value) if value.strip().isdecimal() else -1 for name, value in (read | {"port": port}).items()}
+    if min(numbers.values()) < 0 or numbers[rank] >= numbers[size] or not 0 < numbers["port"] < 2**16:
+        said = ", ".join(f"{name}={value}" for name, value in read.items())
+        raise ValueError(
+            f"the environment sets {said}, and ranks meet at port {port}; expected 0 <= {rank} < {size} and a port "
+            "between 1 and 65535"
+        )
+    return Launch(numbers[rank], numbers[size], numbers.get(local), address, port)
 
 
 def _of_slurm_step(env: Mapping[str, str]) -> Launch:
     """srun sets the ranks' number, and where they run, for the step itself; the job's own may be more."""
     low, high = PORTS
-    job = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env.get("SLURM_STEP_ID", "0"))  # steps of a job side by side
+    numbers = [int(env[name]) if env.get(name, "").isdecimal() else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    job = numbers[0] * 7 + numbers[1]  # steps of a job side by side
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
     address = env.get("MASTER_ADDR") or first_host(nodes)
     if not address:
@@ -80,13 +98,8 @@ def _of_slurm_step(env: Mapping[str, str]) -> Launch:
             "the environment is that of a Slurm step but names no hosts (SLURM_STEP_NODELIST); set MASTER_ADDR to the "
             "host of task 0"
         )
-    return Launch(
-        int(env["SLURM_PROCID"]),
-        int(env["SLURM_STEP_NUM_TASKS"]),
-        int(env["SLURM_LOCALID"]) if env.get("SLURM_LOCALID") else None,
-        address,
-        env.get("MASTER_PORT") or str(low + job % (high - low)),
-    )
+    port = env.get("MASTER_PORT") or str(low + job % (high - low))
+    return _made(env, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", address, port)
 
 
 def first_host(nodes: str) -> str:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Hosts = int | Sequence[int] | None
 
 TOPOLOGIES = ("flat", "ring", "hierarchical", "grid", "auto")
-CHECK_SIZES = (1, 3, 35, 1000)  # elements of the sums that a topology is checked on at its first use
+CHECK_SIZES = (1, 3, 35, 1000, 20_011)  # elements of the sums that a topology is checked on at its first use
 MEASURE_SIZES = (2**14, 2**18)  # float32 elements; the second one decides, the first one rules out what is hopeless
 HOPELESS = 4.0  # times as slow as the flat way on the first size
 MARGIN = 0.9  # another way than the flat one must take less than this share of its time
@@ -39,7 +39,8 @@ class Topology(Communicator):
     A way of your own is a subclass with that one method. It runs in the background while the caller computes, on three
     communicators that nobody else uses: `everyone` (all ranks, those of a host side by side), `inside` (the ranks of
     this host), `between` (one rank of each host: those at the same place in theirs). Before the first sum it is
-    compared with the flat one on whole numbers; where they differ, all ranks raise ValueError.
+    compared with the flat one on whole numbers, and between ranks on others; where they differ, all ranks raise
+    ValueError.
     """
 
     def __init__(self, inner: Communicator, *, hosts: Hosts = None) -> None:
@@ -61,7 +62,7 @@ class Topology(Communicator):
         return len({len(host) for host in self.hosts}) == 1
 
     def check(self) -> None:
-        """Compares `reduce` with the flat sum on whole numbers; collective, waits."""
+        """Compares `reduce` with the flat sum, and what the ranks get; collective, waits."""
         self._background.submit(self._check_reduce).wait()
 
     def _bind(self, inner: Communicator) -> None:
@@ -81,13 +82,24 @@ class Topology(Communicator):
                 mine = ((torch.arange(size, device=self.device) * (self.rank + 1) + self.rank) % 7).to(dtype)
                 got, expected = mine.clone(), self.everyone.all_reduce(mine).wait()
                 self.reduce(got)
-                wrong = (got != expected).any().int()
-                if int(self.everyone.all_reduce(wrong, "max").wait()):
-                    raise ValueError(
-                        f"{type(self).__name__}.reduce: got {_first_wrong(got, expected)} on rank {self.rank} for "
-                        f"{size} elements of {dtype} on {self.world_size} ranks; expected the flat sum on every rank"
-                    )
+                self._agree(got, expected, f"{size} elements of {dtype}", "the flat sum on every rank")
+            real = torch.randn(size, generator=torch.Generator().manual_seed(self.rank)).to(self.device)
+            flat = self.everyone.all_reduce(real.clone()).wait()
+            self.reduce(real)
+            near = torch.where((real - flat).abs() < 1e-3, flat, real)
+            self._agree(near, flat, f"{size} real numbers", "the flat sum but for its rounding")
+            first = self.everyone.broadcast(real.clone()).wait()
+            self._agree(real, first, f"{size} real numbers", "the same bits on every rank: add up in one order")
         self._checked = True
+
+    def _agree(self, got: Tensor, expected: Tensor, what: str, wanted: str) -> None:
+        """Raises ValueError on all ranks where the two differ on any."""
+        wrong = (got != expected).any().int()
+        if int(self.everyone.all_reduce(wrong, "max").wait()):
+            raise ValueError(
+                f"{type(self).__name__}.reduce: got {_first_wrong(got, expected)} on rank {self.rank} for {what} on "
+                f"{self.world_size} ranks; expected {wanted}"
+            )
 
     def _all_reduce(self, x: Tensor, op: str) -> Work[Tensor]:
         if op != "sum" or self.world_size == 1 or not x.numel():
@@ -370,7 +382,12 @@ def route(comm: Communicator, name: str) -> Communicator:
         own = getattr(importlib.import_module(kind), detail)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"topology is {name!r}: {error}; expected an importable module:Class") from error
-    made = own(comm)
+    try:
+        made = own(comm)
+    except TypeError as error:
+        raise ValueError(
+            f"topology is {name!r}: {error}; expected a class with the method reduce(flat), called with the communicator"
+        ) from error
     if not isinstance(made, Topology):
         raise ValueError(f"topology {name!r} made a {type(made).__name__}, expected a plsc.comm.Topology")
     made.check()

@@ -62,7 +62,7 @@ def world() -> Communicator:
         return there  # a world of one gives way to a torch.distributed that was initialised after it
     if dist.is_initialized():
         return _enter(adopt())
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         log.warning(
             "WORLD_SIZE is %s but this process has not connected, so its world is itself alone; "
             "call plsc.comm.connect() or torch.distributed.init_process_group() first",

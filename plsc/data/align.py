@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from plsc.data.convert import Encoded, Subset
+from plsc.data.embeddings import atomic_file
 from plsc.data.images import read_pixels
 
 logger = logging.getLogger(__name__)
@@ -185,10 +186,10 @@ def _parse(line: str, sample: Callable[[str], int | None]) -> tuple[int | None, 
 
 def write_landmarks(path: str | os.PathLike[str], data: Encoded, faces: dict[int, Face]) -> None:
     """Writes what `read_landmarks` reads."""
-    with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+    with atomic_file(os.fspath(path)) as file:
         for i, face in sorted(faces.items()):
             numbers = " ".join(f"{value:.3f}" for value in face.points.reshape(-1))
-            file.write(f"{data.name(i)} {numbers} {face.score:.6f}\n")
+            file.write(f"{data.name(i)} {numbers} {face.score:.6f}\n".encode("utf-8", "surrogateescape"))
 
 
 class Aligned:

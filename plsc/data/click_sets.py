@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.data.click_formats import Columns
+from plsc.data.embeddings import atomic_file
 
 MISSING = ("", "-", "\\N", "?")
 
@@ -26,8 +27,7 @@ def write_click_set(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     count = num_dense = num_slots = 0
-    partial = folder / "clicks.tsv.partial"
-    with partial.open("w", encoding="utf-8", newline="\n") as file:
+    with atomic_file(folder / "clicks.tsv") as file:
         for clicked, numbers, tokens in rows:
             if count == 0:
                 num_dense, num_slots = len(numbers), len(tokens)
@@ -37,11 +37,10 @@ def write_click_set(
                     f"expected {num_dense} and {num_slots} as in the first one"
                 )
             words = ["" if word in MISSING else word.replace("\t", " ") for word in (*numbers, *tokens)]
-            file.write("\t".join(["1" if clicked else "0", *words]) + "\n")
+            file.write(("\t".join(["1" if clicked else "0", *words]) + "\n").encode())
             count += 1
-    if count == 0:
-        raise ValueError(f"{title}: got no rows; is it the right file?")
-    os.replace(partial, folder / "clicks.tsv")
+        if count == 0:
+            raise ValueError(f"{title}: got no rows; is it the right file?")
     data = {
         "kind": "columns",
         "train": [(folder / "clicks.tsv").resolve().as_posix()],

@@ -157,16 +157,25 @@ def name_tensors(names: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.ui
 
 
 @contextmanager
-def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
-    """A file to write that takes its name only when it is whole and on the disk; an error leaves what was there."""
+def atomic_file(path: str | Path, *, private: bool = False) -> Iterator[BinaryIO]:
+    """A file to write that takes its name only when it is whole and on the disk; an error leaves what was there.
+
+    private: nobody but its owner may read it, whatever the umask.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with scratch.open("xb") as file:
+        with open(scratch, "xb", opener=_open_private if private else None) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, target)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _open_private(path: str, flags: int) -> int:
+    number = os.open(path, flags, 0o600)
+    os.fchmod(number, 0o600)  # a umask may have taken rights from the owner, too
+    return number

@@ -30,8 +30,11 @@ def scan_list(path: str, labels: "array[int]", blanks: "array[int]") -> Iterator
                 )
             if len(fields) != 2 or not fields[0] or not ((label.isdigit() and len(label) < 19) or label == b"-1"):
                 got = line.strip()[:200].decode(errors="replace")
+                shown = (
+                    repr(got) if got.replace("\t", " ").isprintable() else f"bytes that are no text ({got[:10]!r} ...)"
+                )
                 raise ValueError(
-                    f"{path}, line {number}: got {got!r}, expected `{expected}` with a whole number from 0 as label "
+                    f"{path}, line {number}: got {shown}, expected `{expected}` with a whole number from 0 as label "
                     "(or -1: ignore)"
                 )
             labels.append(int(label))

@@ -9,6 +9,8 @@ from pathlib import PurePosixPath
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.embeddings import atomic_file
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -85,8 +87,8 @@ def write_pairs(path: str | os.PathLike[str], pairs: Pairs, names: Sequence[str]
         if (person == other) != same:
             raise ValueError(f"{path}: {names[first]} and {names[second]} contradict their labels by their names")
         lines.append(f"{person}\t{i}\t{j}" if same else f"{person}\t{i}\t{other}\t{j}")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write("\n".join(lines) + "\n")
+    with atomic_file(os.fspath(path)) as file:
+        file.write("".join(f"{line}\n" for line in lines).encode())
 
 
 def _person(path: str | os.PathLike[str], name: str) -> tuple[str, int]:

@@ -3,7 +3,7 @@
 import importlib
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -239,14 +239,22 @@ class ParquetWriter(WholeOrNothing):
             self._rows = []
 
 
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """What a Parquet file says about itself."""
+    found = _open(os.fspath(path)).schema_arrow.metadata or {}
+    return {key.decode(errors="replace"): value.decode(errors="replace") for key, value in found.items()}
+
+
 class EmbeddingWriter(WholeOrNothing):
     """Writes rows of embeddings into a Parquet file, block by block; it appears when closed, nothing after an error.
 
     Columns id (row number), embedding (a list of `size` float32 of unit length), norm (its length before), label and
-    name; the file's metadata name the model by its digest.
+    name; the file's metadata name the model by its digest, and hold `about`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], size: int, *, digest: str) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], size: int, *, digest: str, about: Mapping[str, str] | None = None
+    ) -> None:
         parquet, arrow = _pyarrow_parquet(), importlib.import_module("pyarrow")
         self.path, self._arrow = os.fspath(path), arrow
         self._schema = arrow.schema(
@@ -257,7 +265,7 @@ class EmbeddingWriter(WholeOrNothing):
                 ("label", arrow.int64()),
                 ("name", arrow.string()),
             ],
-            metadata={"format": "plsc-embeddings", "model_digest": digest, "normalized": "true"},
+            metadata={"format": "plsc-embeddings", "model_digest": digest, "normalized": "true", **(about or {})},
         )
         self._draft = f"{self.path}.tmp-{os.getpid()}"
         self._writer: Any = parquet.ParquetWriter(self._draft, self._schema)

@@ -9,10 +9,11 @@ import logging
 import mmap
 import os
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
+from numpy.lib.format import write_array_header_1_0
 from numpy.typing import NDArray
 
 from plsc.data import native
@@ -34,6 +35,7 @@ from plsc.data.records import (
     read_record,
     unpack,
 )
+from plsc.data.writing import drop
 
 logger = logging.getLogger(__name__)
 
@@ -172,55 +174,68 @@ def _read_rows(path: str, *, rebuild: bool) -> Ints:
     data = open_map(path)
     index = index_path(path)
     made = rebuild or not os.path.exists(index)
-    if made:
-        keys, offsets = _make_index(data, path, index)
-    else:
-        keys, offsets = _read_index(index)
+    rows = _make_index(data, path, index) if made else _read_index(index)
+    keys, offsets, labels = rows
     if len(keys) == 0:
         raise ValueError(f"{index}: the index is empty; {_REBUILD}")
-    order = np.argsort(keys, kind="stable")
-    keys, offsets = keys[order], offsets[order]
-    if (twice := np.flatnonzero(keys[1:] == keys[:-1])).size:
-        raise ValueError(
-            f"{index}: key {keys[twice[0]]} stands more than once ({twice.size} lines too many), expected each key "
-            f"once; {_REBUILD}"
-        )
+    if not _rises(keys):
+        rows[:2] = rows[:2, np.argsort(keys, kind="stable")]
+        if (twice := np.flatnonzero(keys[1:] == keys[:-1])).size:
+            raise ValueError(
+                f"{index}: key {keys[twice[0]]} stands more than once ({twice.size} lines too many), expected each key "
+                f"once; {_REBUILD}"
+            )
     _check_offsets(data, path, keys, offsets)
-    labels, is_image = np.empty(len(keys), np.int64), np.empty(len(keys), np.bool_)
-    order = np.argsort(offsets, kind="stable")  # the file is read from front to back
-    labels[order], is_image[order] = _Heads(data, path, keys[order], offsets[order]).read()
+    if _rises(offsets):
+        is_image = _Heads(data, path, keys, offsets).read(labels)
+    else:  # the file is read from front to back
+        order = np.argsort(offsets, kind="stable")
+        found, is_image = np.empty_like(labels), np.empty(len(keys), np.bool_)
+        is_image[order] = _Heads(data, path, keys[order], offsets[order]).read(found)
+        labels[order] = found
     if not is_image.any():
         raise ValueError(f"{path}: got {len(keys)} records without an image, expected images")
     if keys[0] == 0 and not is_image[0]:
         _check_count(path, unpack(read_record(data, int(offsets[0]))[0]), int(is_image.sum()), made=made)
-    rows = np.stack([keys[is_image], offsets[is_image], labels[is_image]])
+    rows = rows if is_image.all() else rows[:, is_image]
     if rows[2].max() < 0:
         raise ValueError(f"{path}: every label is -1 (ignore), expected labels from 0")
     return rows
 
 
-def _read_index(path: str) -> tuple[Ints, Ints]:
-    """Keys and offsets of an index file, as it orders them."""
-    parts, line, rest = [], 0, b""
+def _rises(values: Ints) -> bool:
+    return bool((values[1:] > values[:-1]).all())
+
+
+def _read_index(path: str) -> Ints:
+    """Keys and offsets of an index file, as it orders them, and a row for labels  [3, N]."""
     with open(path, "rb") as file:
-        while block := file.read(_TEXT_BLOCK):
-            text, newline, rest = (rest + block).rpartition(b"\n")
-            if newline:
-                parts.append(_parse_lines(text + newline, path, line))
-                line += text.count(b"\n") + 1
-            elif len(rest) > _TEXT_BLOCK:
-                raise ValueError(f"{path}, line {line + 1}: got {len(rest)} bytes without an end of line; {_REBUILD}")
-    if rest:
-        parts.append(_parse_lines(rest + b"\n", path, line))
-    table = np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
-    return table[:, 0], table[:, 1]
+        lines = 1 + sum(np.count_nonzero(codes == 10) for codes in _blocks(file))
+        file.seek(0)
+        rows, count, line, rest = np.empty((3, lines), np.int64), 0, 0, b""
+        for block in _blocks(file):
+            text = rest + block.tobytes()
+            end = text.rfind(b"\n") + 1
+            if end == 0 and len(text) > _TEXT_BLOCK:
+                raise ValueError(f"{path}, line {line + 1}: got {len(text)} bytes without an end of line; {_REBUILD}")
+            table, passed = _parse_lines(text[:end], path, line)
+            rows[:2, count : count + len(table)] = table.T
+            count, line, rest = count + len(table), line + passed, text[end:]
+        table, _ = _parse_lines(rest + b"\n", path, line)
+        rows[:2, count : count + len(table)] = table.T
+    return rows[:, : count + len(table)]
 
 
-def _parse_lines(text: bytes, path: str, lines_before: int) -> Ints:
-    """Whole lines `key TAB offset` as numbers  [n, 2]."""
+def _blocks(file: BinaryIO) -> Iterator[NDArray[np.uint8]]:
+    while block := file.read(_TEXT_BLOCK):
+        yield np.frombuffer(block, np.uint8)
+
+
+def _parse_lines(text: bytes, path: str, lines_before: int) -> tuple[Ints, int]:
+    """Whole lines `key TAB offset` as numbers [n, 2], and how many lines there are, empty ones included."""
     table = _parse_plain(text)
     if table is not None:
-        return table
+        return table, len(table)
     rows = []
     for number, line in enumerate(text.split(b"\n"), lines_before + 1):
         if not line.strip():
@@ -233,16 +248,16 @@ def _parse_lines(text: bytes, path: str, lines_before: int) -> Ints:
                 f"{path}, line {number}: got {got!r}, expected `key offset`, the offset a byte of the file; {_REBUILD}"
             )
         rows.append(values)
-    return np.array(rows, np.int64).reshape(-1, 2)
+    return np.array(rows, np.int64).reshape(-1, 2), text.count(b"\n")
 
 
 def _parse_plain(text: bytes) -> Ints | None:
     """What `_parse_lines` returns, for text of nothing but digits, single tabs and newlines; else None."""
     codes = np.frombuffer(text, np.uint8)
     if native.kernels is not None:
-        pairs = np.empty((text.count(b"\n"), 2), np.int64)
+        pairs = np.empty((len(codes) // 4, 2), np.int64)  # the shortest line has four bytes
         found = native.kernels.parse_pairs(codes.ctypes.data, len(codes), pairs.ctypes.data, len(pairs))
-        return pairs if found == len(pairs) else None
+        return pairs[:found] if found >= 0 else None
     ends = np.flatnonzero(codes < 32)  # of numbers
     if len(ends) % 2 or (codes[ends[::2]] != 9).any() or (codes[ends[1::2]] != 10).any():
         return None
@@ -258,8 +273,8 @@ def _parse_plain(text: bytes) -> Ints | None:
     return values.reshape(-1, 2)
 
 
-def _make_index(data: mmap.mmap, path: str, index: str) -> tuple[Ints, Ints]:
-    """An index from the file itself, written beside it where that is allowed."""
+def _make_index(data: mmap.mmap, path: str, index: str) -> Ints:
+    """An index from the file itself, written beside it where that is allowed; as `_read_index` gives it."""
     try:
         offsets = np.frombuffer(find_records(data), np.int64)
     except ValueError as error:
@@ -278,14 +293,15 @@ def _make_index(data: mmap.mmap, path: str, index: str) -> tuple[Ints, Ints]:
                 block = slice(start, start + _BLOCK)
                 lines = zip(keys[block].tolist(), offsets[block].tolist(), strict=True)
                 file.write(b"".join(b"%d\t%d\n" % line for line in lines))
-        if os.path.exists(index) and filecmp.cmp(draft, index, shallow=False):
-            os.remove(draft)  # another rank was faster, or it was right: caches of it stay good
-        else:
+        # Where another rank was faster, or it was right, caches of it stay good.
+        if not (os.path.exists(index) and filecmp.cmp(draft, index, shallow=False)):
             os.replace(draft, index)
         logger.info("%s: made anew from %d records of %s", index, len(keys), path)
     except OSError as error:
         logger.warning("%s: made an index of %d records for this run, cannot write it: %s", index, len(keys), error)
-    return keys, offsets
+    finally:
+        drop([], [draft])
+    return np.stack([keys, offsets, offsets])
 
 
 def _check_offsets(data: mmap.mmap, path: str, keys: Ints, offsets: Ints) -> None:
@@ -315,9 +331,9 @@ class _Heads:
         self._data, self._path, self._keys, self._offsets = data, path, keys, offsets
         self._words = np.frombuffer(data, "<u4", len(data) // 4)
 
-    def read(self) -> tuple[Ints, Bools]:
-        """Label of each record, and whether it holds an image  [n], [n]."""
-        labels, is_image = np.empty(len(self._keys), np.int64), np.empty(len(self._keys), np.bool_)
+    def read(self, labels: Ints) -> Bools:
+        """Puts the label of each record into labels [n] and returns whether it holds an image  [n]."""
+        is_image = np.empty(len(self._keys), np.bool_)
         unlisted, reached = 0, 0
         for start in range(0, len(self._keys), _BLOCK):
             block = slice(start, start + _BLOCK)
@@ -330,7 +346,7 @@ class _Heads:
         unlisted += len(self._data) - reached
         if unlisted:
             logger.warning("%s: %d bytes are not in the index; %s", self._path, unlisted, _REBUILD)
-        return labels, is_image
+        return is_image
 
     def ids(self) -> NDArray[np.uint64]:
         """The id in each record's header  [n]."""
@@ -343,8 +359,7 @@ class _Heads:
     def _block(self, block: slice) -> tuple[NDArray[np.uint32], Ints, Ints]:
         """First words [n, 9], payload length [n] and end [n] of records, each checked to be one."""
         offsets = self._offsets[block]
-        at = offsets[:, None] // 4 + np.arange(_HEAD_WORDS)
-        heads = self._words[np.minimum(at, len(self._words) - 1)]  # [n, 9]; beyond a short last record: not used
+        heads = self._first_words(offsets // 4)
         kinds, lengths = heads[:, 1] >> 29, (heads[:, 1] & MAX_LENGTH).astype(np.int64)
         ends = offsets + PART.size + (lengths + 3) // 4 * 4
         self._refuse(block, heads[:, 0] != int.from_bytes(MAGIC, "little"), "is no record")
@@ -361,6 +376,18 @@ class _Heads:
         needed = HEADER.size + 4 * heads[:, 2].astype(np.int64)
         self._refuse(block, (lengths < HEADER.size) | (lengths < needed), "is too short for its header")
         return heads, lengths, ends
+
+    def _first_words(self, places: Ints) -> NDArray[np.uint32]:
+        """The 9 words from each of rising places on  [n, 9]; those beyond the file repeat its last and are not used."""
+        count = len(self._words) - _HEAD_WORDS + 1
+        inside = int(np.searchsorted(places, count))
+        heads = np.empty((len(places), _HEAD_WORDS), "<u4")
+        if inside:  # each as one element: many times as fast as word by word
+            whole = np.ndarray(count, f"V{4 * _HEAD_WORDS}", self._words, strides=(4,))
+            heads[:inside] = whole[places[:inside]].view("<u4").reshape(-1, _HEAD_WORDS)
+        at = places[inside:, None] + np.arange(_HEAD_WORDS)
+        heads[inside:] = self._words[np.minimum(at, len(self._words) - 1)]
+        return heads
 
     def _classes(self, block: slice, heads: NDArray[np.uint32], is_image: Bools) -> Ints:
         """The class [n] of each image."""
@@ -427,7 +454,13 @@ def _save_cache(cache: str, path: str, rows: Ints) -> None:
     draft = f"{cache}.tmp-{os.getpid()}"
     try:
         with open(draft, "wb") as file:
-            np.save(file, np.concatenate([stamp, rows], axis=1), allow_pickle=False)
+            shape = (len(rows), _STAMP + rows.shape[1])
+            write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": shape})
+            for head, row in zip(stamp, rows, strict=True):  # not put together first: a gigabyte of a large set
+                file.write(head.astype("<i8").data)
+                file.write(row.astype("<i8", copy=False).data)
         os.replace(draft, cache)
     except OSError as error:
         logger.warning("%s: cannot be written (%s), the next start reads every header again", cache, error)
+    finally:
+        drop([], [draft])

@@ -180,6 +180,8 @@ def _save_index(cache: str | os.PathLike[str], shards: list[str], index: Index) 
         os.replace(draft, cache)
     except OSError as error:
         logger.warning("%s: cannot be written (%s), the next start reads every header again", cache, error)
+    finally:
+        drop([], [draft])
 
 
 class _Columns:

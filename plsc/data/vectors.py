@@ -1,11 +1,12 @@
 """Word vectors as files: the text and the binary format of word2vec, written and read."""
 
-import os
 from collections.abc import Sequence
 from os import PathLike, fspath
 from pathlib import Path
 
 import numpy as np
+
+from plsc.data.embeddings import atomic_file
 
 
 class WordVectors:
@@ -35,8 +36,7 @@ class WordVectors:
         """Text where the name ends in .txt or .vec, else binary; the file appears whole or not at all."""
         if bad := [word for word in self.words if not word or any(letter.isspace() for letter in word)]:
             raise ValueError(f"word {bad[0]!r} is empty or has white space in it, which the format cannot hold")
-        partial = Path(f"{fspath(path)}.partial")
-        with partial.open("wb") as file:
+        with atomic_file(fspath(path)) as file:
             file.write(f"{len(self)} {self.vectors.shape[1]}\n".encode())
             for word, vector in zip(self.words, self.vectors, strict=True):
                 if _is_text(path):
@@ -44,7 +44,6 @@ class WordVectors:
                     file.write(f"{word} {numbers}\n".encode())
                 else:
                     file.write(word.encode() + b" " + vector.astype("<f4").tobytes() + b"\n")
-        os.replace(partial, path)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "WordVectors":

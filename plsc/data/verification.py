@@ -4,9 +4,11 @@ The format is a pickle, which in general runs code when read. Here none is unpic
 few steps that build lists, bytes and byte arrays, and refuses a file with any other.
 """
 
+import codecs
+import io
 import os
 import pickletools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -94,48 +96,60 @@ class _Name:
 
 
 class _Type:
-    """numpy's element type by its code, such as u1."""
+    """numpy's element type by its code, such as u1; its state says the order of the bytes."""
 
     def __init__(self, code: object) -> None:
-        text = code.decode("latin-1") if isinstance(code, bytes) else code
-        if text not in ("u1", "b1", "|u1", "|b1"):
-            raise _Refused(f"got an array of {text if isinstance(text, str) else _say(text)}, not of bytes or booleans")
-        self.code = str(text)[-2:]
+        text = _text(code)
+        if text is None or text.lstrip("<>=|") not in _TYPES:
+            raise _Refused(f"got an array of {text[:20] if text else _say(code)}, not of whole numbers or booleans")
+        self.code = text.lstrip("<>=|")
+        self.order = text[0] if text[0] in "<>" else "<"
+
+    def fill(self, state: object) -> None:
+        order = _text(state[1]) if isinstance(state, tuple) and len(state) > 1 else None
+        if order is None or order not in tuple("<>=|"):
+            raise ValueError("the state of a numpy type is not one")
+        self.order = order if order in "<>" else self.order
+
+    def values(self, data: bytes) -> list[int]:
+        return [int(value) for value in np.frombuffer(data, self.order + self.code)]
 
 
 class _Array:
-    """A numpy array as its bytes; filled when the file gives its state."""
+    """A numpy array of one axis as its bytes; filled when the file gives its state."""
 
     def __init__(self) -> None:
-        self.code, self.data = "", b""
+        self.kind: _Type | None = None
+        self.data = b""
 
     def fill(self, shape: object, kind: object, data: object) -> None:
         if not isinstance(kind, _Type) or not isinstance(data, bytes) or not isinstance(shape, tuple):
             raise ValueError("the state of an array is not one")
         sizes = [size for size in shape if size != 1]
-        if len(sizes) > 1 or any(type(size) is not int for size in shape) or (sizes or [1])[0] != len(data):
+        needed = (sizes or [1])[0] * int(kind.code[1:]) if all(type(size) is int for size in shape) else -1
+        if len(sizes) > 1 or needed != len(data):
             raise ValueError(f"an array holds {len(data)} bytes, expected one axis of them")
-        self.code, self.data = kind.code, data
+        self.kind, self.data = kind, data
 
 
+_TYPES = {"b1", *(f"{sign}{size}" for sign in "iu" for size in (1, 2, 4, 8))}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_NUMBERS = {"BININT", "BININT1", "BININT2", "INT", "LONG1"}
-_BYTES = {"SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"}
-_TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
+_NUMBERS = {"BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1"}
+_BYTES = {"SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8", "STRING"}
+_TEXTS = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE"}
 _SIMPLE = {*_CONSTANTS, *_NUMBERS, *_BYTES, *_TEXTS}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def _build(data: bytes) -> Any:
-    """What a pickle describes, of lists, tuples, numbers, text, bytes and arrays of bytes.
+    """What a pickle of any protocol describes, of lists, tuples, numbers, text, bytes and arrays of one axis.
 
     Python 2's strings become bytes. _Refused for whatever could run code.
     """
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     converted = 0
-    for code, value, _ in pickletools.genops(data):
-        name = code.name
+    for name, value in _steps(data):
         if name in _SIMPLE:
             value = _CONSTANTS.get(name, value)
             stack.append(bytes(value) if isinstance(value, bytearray) else value)
@@ -186,6 +200,29 @@ def _build(data: bytes) -> Any:
     raise ValueError("it has no end")
 
 
+def _steps(data: bytes) -> Iterator[tuple[str, Any]]:
+    """Name and argument of each step, as pickletools.genops reads them; that one stops at bytes in Python 2's text."""
+    file = io.BytesIO(data)
+    while code := file.read(1):
+        step = pickletools.code2op.get(code.decode("latin-1"))
+        if step is None:
+            raise ValueError(f"byte {file.tell() - 1} begins no pickle step")
+        if step.name == "STRING":
+            yield step.name, _python2_string(file.readline())
+        else:
+            yield step.name, None if step.arg is None else step.arg.reader(file)
+
+
+def _python2_string(line: bytes) -> bytes:
+    """The bytes of a string as Python 2's repr writes it, quotes and escapes, up to the end of the line."""
+    if len(line) < 3 or line[-1:] != b"\n" or line[:1] not in b"'\"" or line[-2] != line[0]:
+        raise ValueError("a string without its quotes")
+    try:
+        return codecs.escape_decode(line[1:-2])[0]
+    except DeprecationWarning as error:  # where warnings are errors
+        raise ValueError(f"a string with an {error}") from None
+
+
 def _to_mark(stack: list[Any]) -> list[Any]:
     at = len(stack) - 1
     while at >= 0 and not isinstance(stack[at], _Mark):
@@ -230,11 +267,11 @@ def _dtype(code: object, align: object = False, copy: object = False) -> _Type:
     return _Type(code)
 
 
-def _scalar(kind: object, data: object) -> bool:
-    """numpy's own boolean."""
-    if not isinstance(kind, _Type) or data not in (b"\0", b"\1"):
-        raise ValueError("a number is not a boolean")
-    return data == b"\1"
+def _scalar(kind: object, data: object) -> int:
+    """numpy's own whole number or boolean."""
+    if not isinstance(kind, _Type) or not isinstance(data, bytes) or len(data) != int(kind.code[1:]):
+        raise ValueError("a number of numpy's is not one")
+    return kind.values(data)[0]
 
 
 def _frombuffer(data: object, kind: object, shape: object, order: object) -> _Array:
@@ -255,11 +292,16 @@ _CALLS: dict[str, Callable[..., object]] = {
 
 def _fill(target: object, state: object) -> None:
     if isinstance(target, _Type):
-        return  # byte order and the like: nothing for single bytes
+        return target.fill(state)
     if not isinstance(target, _Array) or not isinstance(state, tuple) or len(state) not in (4, 5):
         raise _Refused(f"got a state for {_say(target)}, which no list of images needs")
     shape, kind, _, data = state[-4:]  # a version may stand before
     target.fill(shape, kind, data)
+
+
+def _text(value: object) -> str | None:
+    """A word as text, which Python 2 writes as bytes."""
+    return value.decode("latin-1") if isinstance(value, bytes) else value if isinstance(value, str) else None
 
 
 def _say(value: object) -> str:
@@ -270,7 +312,7 @@ def _say(value: object) -> str:
 
 
 def _image(path: str | os.PathLike[str], i: int, image: object) -> bytes:
-    if isinstance(image, _Array) and image.code == "u1":
+    if isinstance(image, _Array) and image.kind is not None and image.kind.code == "u1":
         image = image.data
     if not isinstance(image, bytes) or not image:
         got = "an empty one" if image == b"" else _say(image)
@@ -279,14 +321,12 @@ def _image(path: str | os.PathLike[str], i: int, image: object) -> bytes:
 
 
 def _same(path: str | os.PathLike[str], same: object) -> NDArray[np.bool_]:
-    values: Sequence[Any]
-    if isinstance(same, _Array):
-        values = same.data
-    elif isinstance(same, list | tuple):
-        values = same
-    else:
+    if isinstance(same, _Array) and same.kind is not None:
+        same = same.kind.values(same.data)
+    if not isinstance(same, list | tuple):
         raise ValueError(f"{path}: got {_say(same)} for the pairs, expected a list of booleans")
-    for k, value in enumerate(values):
+    for k, value in enumerate(same):
         if type(value) not in (bool, int) or value not in (0, 1):
-            raise ValueError(f"{path}: got {_say(value)} for pair {k}, expected true or false")
-    return np.array(values if isinstance(values, list | tuple) else list(values), np.bool_)
+            got = value if type(value) is int and abs(value) < 2**63 else _say(value)
+            raise ValueError(f"{path}: got {got} for pair {k}, expected true or false (1 or 0)")
+    return np.array(same, np.bool_)

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plsc.comm import Shard
 from plsc.nn.class_parallel import block_rows, init_blocks
 from plsc.nn.head import TOPK_ROWS, ClassParallelHead, normalize
 from plsc.ops import native
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 STD = 0.01  # of the rows of a head in memory
 _TOLD = 512  # bytes of what a state_dict says of the store: always as many, for a checkpoint compares shapes
-_FILE = re.compile(r"classes-(\d{5})-of-(\d{5})\.table")
+_FILE = re.compile(r"classes-(\d{12})-(\d{12})-of-(\d{12})\.table")  # first class, the one after the last, all
 
 
 class RowStore(Protocol):
@@ -243,7 +242,7 @@ class StoredHead(ClassParallelHead):
         """
         self._needs("save_classes", "save", "merge")
         shard = self.shard
-        path = Path(folder) / f"classes-{shard.rank:05d}-of-{shard.world_size:05d}.table"
+        path = Path(folder) / f"classes-{shard.start:012d}-{shard.stop:012d}-of-{shard.total:012d}.table"
         path.parent.mkdir(parents=True, exist_ok=True)
         self.store.save(path, tag=f"step {int(self.num_steps)}")  # type: ignore[attr-defined]
         return path
@@ -254,22 +253,27 @@ class StoredHead(ClassParallelHead):
         store: Any = self.store
         if len(store):
             raise ValueError(f"load_classes: got a table with {len(store)} rows, expected a new one")
-        found = sorted((path, match) for path in Path(folder).glob("*.table") if (match := _FILE.fullmatch(path.name)))
-        worlds = sorted({int(match[2]) for _, match in found})
-        if len(worlds) != 1 or len(found) != worlds[0]:
-            said = ", ".join(path.name for path, _ in found) or "no file of save_classes"
+        found = [match for path in Path(folder).glob("*.table") if (match := _FILE.fullmatch(path.name))]
+        parts = sorted((int(match[1]), int(match[2]), match[0]) for match in found)  # start, stop, name
+        stops = [0, *(stop for _, stop, _ in parts)]
+        if {int(match[3]) for match in found} != {stops[-1]} or stops[:-1] != [start for start, _, _ in parts]:
+            said = ", ".join(name for _, _, name in parts) or "no file of save_classes"
             raise ValueError(f"{folder} holds {said}; expected one file of each rank of one world")
-        saves = set()
-        for rank, (path, _) in enumerate(found):
-            other = Shard(self.shard.total, rank, worlds[0])
-            if max(other.start, self.shard.start) < min(other.stop, self.shard.stop):
-                store.merge(path)
+        if stops[-1] > self.num_classes:
+            raise ValueError(
+                f"{folder} holds {stops[-1]} classes, this head {self.num_classes}; classes are never dropped: build "
+                f"it with {stops[-1]} or more"
+            )
+        shard, saves = self.shard, set()
+        for start, stop, name in parts:
+            if max(start, shard.start) < min(stop, shard.stop):
+                store.merge(Path(folder) / name)
                 saves.add(store.last_save)
+                if start < shard.start or stop > shard.stop:
+                    for keys, _ in list(store.items()):
+                        store.erase(keys[(keys < shard.start) | (keys >= shard.stop)])
         if len(saves) > 1:
             raise ValueError(f"{folder} holds files of different steps ({', '.join(sorted(saves))}); take another save")
-        if worlds[0] != self.shard.world_size:
-            for keys, _ in list(store.items()):
-                store.erase(keys[(keys < self.shard.start) | (keys >= self.shard.stop)])
 
     def _needs(self, what: str, *names: str) -> None:
         if any(not hasattr(self.store, name) for name in names):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import importlib.util
 import logging
 import os
@@ -117,6 +119,37 @@ def aligned(row: int, *tensors: Tensor | None) -> np.int32:
     return np.int32(row % 4 == 0 and even)
 
 
+def machine_code(nvrtc: Any, file: str, capability: str) -> bytes:
+    """cuda/FILE.cu for GPUs of a compute capability ("90"), by CuPy's module nvrtc; from disk where it is kept already.
+
+    Needs no GPU. CuPy's own RawModule is not asked: it adds -ftz=true, and numbers below 2**-126 would count as zero.
+    """
+    folder = source_folder()
+    code, header = ((folder / name).read_text(encoding="utf-8") for name in (f"{file}.cu", "common.cuh"))
+    code = code.replace('#include "common.cuh"', header.replace("#pragma once", ""))
+    known = nvrtc.getSupportedArchs()
+    exact = int(capability) in known  # else text for the newest that NVRTC knows, which the driver translates
+    options = (*OPTIONS, f"-arch=sm_{capability}" if exact else f"-arch=compute_{max(known)}")
+    digest = hashlib.sha256(repr((code, options, nvrtc.getVersion())).encode()).hexdigest()
+    cache = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache") / f"plsc-{digest}"
+    if cache.is_file():
+        return cache.read_bytes()
+    program = nvrtc.createProgram(code, f"{file}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        binary: bytes = nvrtc.getCUBIN(program) if exact else nvrtc.getPTX(program)
+    except RuntimeError as error:  # NVRTCError is one
+        raise RuntimeError(f"cuda/{file}.cu, {' '.join(options)}: {error}\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    with contextlib.suppress(OSError):  # a folder that cannot be written to: compiled again by each process
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        begun = cache.with_name(f"{cache.name}.{os.getpid()}")
+        begun.write_bytes(binary)
+        begun.replace(cache)
+    return binary
+
+
 class CupyLauncher:
     """Kernels on one GPU through CuPy: a file is compiled when its first kernel is asked for, and kept on disk."""
 
@@ -140,15 +173,12 @@ class CupyLauncher:
             function(tuple(grid), (threads or self.threads,), tuple(arguments(args)))
 
     def _load(self, file: str, kernel: str) -> Any:
-        if file not in self._modules:
-            folder = source_folder()
-            options = (*OPTIONS, f"-I{folder}")
-            code = (folder / f"{file}.cu").read_text(encoding="utf-8")
-            header = (folder / "common.cuh").read_text(encoding="utf-8")
-            # CuPy's cache knows a file by its text alone: without the header in it a changed header would go unseen.
-            code = code.replace('#include "common.cuh"', header.replace("#pragma once", ""))
-            self._modules[file] = self._cupy.RawModule(code=code, options=options)
-        with self._cupy.cuda.Device(self._index):
+        device = self._cupy.cuda.Device(self._index)
+        with device:
+            if file not in self._modules:
+                module = self._cupy.cuda.function.Module()
+                module.load(machine_code(self._cupy.cuda.nvrtc, file, device.compute_capability))
+                self._modules[file] = module
             self._kernels[kernel] = self._modules[file].get_function(kernel)
         return self._kernels[kernel]
 

@@ -52,11 +52,13 @@ class SparseEmbedding(nn.Module):
 
     def __init__(self, table: Store, *, pooling: str = "sum", padding_key: int | None = None) -> None:
         super().__init__()
+        if not all(hasattr(table, name) for name in ("pull", "push", "dim")):
+            raise ValueError(f"table: got {type(table).__name__}, expected a plsc.ps.Table or what stands in its place")
         if pooling not in POOLINGS:
             raise ValueError(f"pooling: got {pooling!r}, expected one of {', '.join(POOLINGS)}")
         self.table = table
         self.pooling = pooling
-        self.padding_key = padding_key
+        self.padding_key = None if padding_key is None else _as_signed(padding_key)
         self.grad_scale = 1.0  # with torch.amp.GradScaler set it to scaler.get_scale() before backward
         self.register_buffer("_anchor", torch.zeros((), requires_grad=True), persistent=False)
 
@@ -68,8 +70,14 @@ class SparseEmbedding(nn.Module):
     @classmethod
     def from_bag(cls, bag: nn.EmbeddingBag, *, rule: str | Rule | PythonRule, lr: float) -> "SparseEmbedding":
         """A layer that starts with the weights of `bag`, under its row numbers as keys."""
-        if bag.mode not in POOLINGS:
-            raise ValueError(f"got an EmbeddingBag with mode {bag.mode!r}, expected sum or mean")
+        if not isinstance(bag, nn.EmbeddingBag) or bag.mode not in POOLINGS:
+            raise ValueError(f"bag: got {bag}, expected an nn.EmbeddingBag with mode sum or mean")
+        for name, ours in (("max_norm", None), ("scale_grad_by_freq", False), ("include_last_offset", False)):
+            if getattr(bag, name) != ours:
+                raise ValueError(
+                    f"bag: got {name}={getattr(bag, name)}, expected {ours}: a table has no such thing; "
+                    "clip by the rule's clip_norm, give offsets without their last"
+                )
         table = Table(bag.embedding_dim, rule=rule, lr=lr)
         table.assign(torch.arange(bag.num_embeddings), bag.weight.detach().float().cpu())
         return cls(table, pooling=bag.mode, padding_key=bag.padding_idx)
@@ -129,6 +137,8 @@ class SparseEmbedding(nn.Module):
                 raise ValueError(f"ids: got {ids.ndim} dimensions, expected 1 with offsets, 2 [B, L] or 3 [B, S, L]")
             if (ids.ndim == 1) != (offsets is not None):
                 raise ValueError("offsets go with ids in one dimension, and only with those, as in nn.EmbeddingBag")
+            if offsets is not None:
+                _check_offsets(offsets, len(ids))
         elif offsets is not None:
             raise ValueError("offsets: got some, expected none, for pooling 'none' makes no bags")
         if weights is not None and (self.pooling != "sum" or weights.shape != ids.shape):
@@ -136,6 +146,8 @@ class SparseEmbedding(nn.Module):
                 f"weights: got shape {tuple(weights.shape)} with pooling {self.pooling!r}, "
                 f"expected {tuple(ids.shape)} with pooling 'sum'"
             )
+        if weights is not None and weights.dtype != torch.float32:
+            raise ValueError(f"weights: got {weights.dtype}, expected float32 as rows are; call .float() first")
 
     def get_extra_state(self) -> Tensor:
         """Which table this is, as the bytes of a JSON text in a tensor: checkpoints need no pickle for it."""
@@ -159,7 +171,35 @@ class SparseEmbedding(nn.Module):
 
 def _joined(bags: Sequence[Tensor], offsets: Tensor | None) -> tuple[Tensor, Tensor]:
     """Bags one after the other, and where each begins."""
-    if offsets is not None or not bags or any(bag.ndim != 1 for bag in bags):
-        raise ValueError("ids: got a list, expected one tensor in one dimension for each bag, and no offsets with it")
+    if (
+        offsets is not None
+        or not isinstance(bags, list | tuple)
+        or not bags
+        or any(not isinstance(bag, Tensor) or bag.ndim != 1 for bag in bags)
+    ):
+        raise ValueError(
+            f"ids: got a {type(bags).__name__}, expected a tensor, or a list of one tensor in one dimension for each "
+            "bag, and no offsets with it"
+        )
     lengths = torch.tensor([0, *(len(bag) for bag in bags[:-1])], device=bags[0].device)
     return torch.cat(list(bags)), lengths.cumsum(0)
+
+
+def _check_offsets(offsets: Tensor, count: int) -> None:
+    """Where bags begin: torch reads beyond its memory where they go down, and takes any where there are no ids."""
+    if offsets.dtype not in (torch.int64, torch.int32) or offsets.ndim != 1:
+        raise ValueError(f"offsets: got {offsets.dtype} {tuple(offsets.shape)}, expected int64 [B], where bags begin")
+    if len(offsets) == 0 and count == 0:
+        return
+    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] > count or bool((offsets.diff() < 0).any()):
+        raise ValueError(
+            f"offsets: got {offsets.tolist()[:8]}..., expected where each bag begins among {count} ids: 0 first, then "
+            "never smaller than the one before"
+        )
+
+
+def _as_signed(key: int) -> int:
+    """A key as int64 has it, bit for bit."""
+    if not isinstance(key, int) or isinstance(key, bool) or not -(2**63) <= key < 2**64:
+        raise ValueError(f"padding_key: got {key!r}, expected a key, a whole number of 64 bits")
+    return key - 2**64 if key >= 2**63 else key

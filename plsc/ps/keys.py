@@ -13,6 +13,11 @@ def hash_strings(strings: Iterable[str]) -> np.ndarray:
 
     n different strings collide somewhere with probability about n^2 / 2^65: 3 in a million for 10 million strings.
     """
+    if isinstance(strings, str | bytes):
+        raise ValueError(f"strings: got one, {strings!r:.40}, expected a list of them; call hash_strings([text])")
+    strings = list(strings)
+    if others := [text for text in strings if not isinstance(text, str)]:
+        raise ValueError(f"strings: got {others[0]!r:.40} among them, expected str; decode or format it first")
     digests = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in strings)
     return np.frombuffer(digests, dtype="<u8").astype(np.uint64)
 

@@ -84,6 +84,10 @@ class Communicator:
         return self.store.keeps_counters
 
     @property
+    def keeps_rows(self) -> bool:
+        return self.store.keeps_rows
+
+    @property
     def last_save(self) -> str | None:
         return self.store.last_save
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from plsc.ps import wire as w
 from plsc.ps.arrays import Array, as_floats, as_keys, as_output, empty_like_kind
-from plsc.ps.discovery import SCHEME, lookup
+from plsc.ps.discovery import SCHEMES, lookup
 from plsc.ps.link import BROKEN, LONGEST_PAUSE, Access, Call, Link, Refused, ServerLost, sentence
 from plsc.ps.rules import RULES, PythonRule, Rule
 from plsc.ps.store import Changes, place
@@ -36,6 +36,7 @@ class RemoteStore:
         self.dim: int = hello["dim"]
         self.rule: Rule | PythonRule = _rule_of(hello["rule"])
         self.keeps_counters: bool = hello["counters"]
+        self.keeps_rows: bool = hello["keeps_rows"]
         self._lr: float = hello["lr"]
         self._since = [(link.hello["epoch"], link.hello["version"]) for link in links]
         self._rounds = [link.hello["round"] for link in links]
@@ -278,7 +279,8 @@ def connect(
 ) -> RemoteStore:
     """The table of this name on servers ("host:port,host:port", in any order), as a store; see docs/ps.md.
 
-    servers      or "tcpstore://host:port", where servers say where they are; default: PLSC_PS_SERVERS
+    servers      or "tcpstore://host:port" or "etcd://host:port", where servers say where they are; default:
+                 PLSC_PS_SERVERS
     rank         this worker's number, for Sync (default: RANK, as torchrun sets it, else 0)
     run          refuses servers of another run (default: PLSC_PS_RUN, else "")
     wire         what values and gradients travel as: fp32 or fp16
@@ -291,10 +293,10 @@ def connect(
     if servers is None:
         raise ValueError("got no servers and no PLSC_PS_SERVERS in the environment; give connect('host:port,...')")
     run = os.environ.get("PLSC_PS_RUN", "") if run is None else run
-    if isinstance(servers, str) and servers.startswith(SCHEME):
-        servers = lookup(servers.removeprefix(SCHEME), run=run, seconds=patience)
     addresses = servers.split(",") if isinstance(servers, str) else list(servers)
     addresses = [address.strip() for address in addresses]
+    if len(addresses) == 1 and addresses[0].startswith(SCHEMES):
+        addresses = lookup(addresses[0], run=run, seconds=patience)
     if wire not in w.WIRES:
         raise ValueError(f"wire: got {wire!r}, expected one of {', '.join(w.WIRES)}")
     for address in addresses:

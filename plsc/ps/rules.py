@@ -162,6 +162,8 @@ def rule_of_save(described: dict[str, Any], state: int, dim: int, given: Rule | 
     name = described["name"]
     if given is None and name in RULES:
         return RULES[name](**{key: value for key, value in described.items() if key != "name"})
+    if name in RULES:
+        raise ValueError(f"was saved with the rule {name!r} and its constants, got rule={given!r}; leave rule out")
     if given is None or given.name != name or _own_state(given, dim) != state:
         got = None if given is None else given.name
         raise ValueError(f"was saved with the rule {name!r}, got {got!r}; give rule= that one")

@@ -16,7 +16,7 @@ import numpy as np
 
 from plsc.ps import wire as w
 from plsc.ps.host import Client, Closing, Host
-from plsc.ps.log import State
+from plsc.ps.log import DURABILITY, State
 from plsc.ps.metrics import Meter, page, serve_page
 from plsc.ps.rules import describe
 from plsc.ps.store import WorkerMissing
@@ -70,6 +70,14 @@ class Server:
             raise ValueError(f"got index {index} of {count} servers, expected 0 to {count - 1}")
         if not 1 <= limit_mb <= 1024:
             raise ValueError(f"limit_mb: got {limit_mb}, expected 1 to 1024")
+        for name, value in (("port", port), ("metrics_port", metrics_port or 0)):
+            if not 0 <= value <= 65_535:
+                raise ValueError(f"{name}: got {value}, expected 1 to 65535, or 0 for any free one")
+        if durability not in DURABILITY:
+            raise ValueError(f"durability: got {durability!r}, expected one of {', '.join(DURABILITY)}")
+        if save_every is not None and (folder is None or not save_every > 0):
+            why = "no folder to save to" if folder is None else f"{save_every} seconds"
+            raise ValueError(f"save_every: got {why}, expected a folder and seconds above 0, or no save_every")
         if folder is None and durability == "log":
             raise ValueError("durability 'log' needs a folder to write the log to, got none")
         if port and not _is_free(host, port):  # Flight would share it, and each server would get some of the workers
@@ -173,6 +181,7 @@ class Server:
             "rule": describe(rule),
             "lr": table.lr,
             "counters": table.keeps_counters,
+            "keeps_rows": table.keeps_rows,
             "birth": table.birth(),
             "last_save": table.last_save,
             "index": self.index,

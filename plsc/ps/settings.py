@@ -89,6 +89,8 @@ def _table(options: Any, where: str, folder: Path) -> tuple[Table, dict[str, Any
     arguments = options.pop("rule_args", {})
     _names(options, list(inspect.signature(Table).parameters), where)
     rule = options.pop("rule", "adagrad")
+    if isinstance(options.get("arena"), str):
+        options["arena"] = str(folder / options["arena"])
     make = _rule(rule, arguments, where, folder)
     try:
         table = Table(**options, rule=make(**arguments))
@@ -99,8 +101,13 @@ def _table(options: Any, where: str, folder: Path) -> tuple[Table, dict[str, Any
 
 def _rule(rule: Any, arguments: Mapping[str, Any], where: str, folder: Path) -> Callable[..., Rule]:
     """What makes the rule of these arguments: a rule by name, or by the file of one of the user's own."""
-    if rule in RULES:
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{where} rule_args is {arguments!r}, expected a table such as {{ weight_decay = 1e-5 }}")
+    if isinstance(rule, str) and rule in RULES:
         _names(arguments, [each.name for each in fields(RULES[rule])], f"{where} rule_args")
+        for name, value in arguments.items():
+            if type(value) not in (int, float):
+                raise ValueError(f"{where} rule_args: {name} is {value!r}, expected a number")
         return RULES[rule]
     if not isinstance(rule, str) or Path(rule).suffix not in (*SUFFIXES, ".so"):
         raise ValueError(f"{where} rule is {rule!r}, expected one of {', '.join(RULES)}, or your own's file (.cc, .so)")

@@ -28,6 +28,9 @@ class Store(Protocol):
     def keeps_counters(self) -> bool: ...
 
     @property
+    def keeps_rows(self) -> bool: ...
+
+    @property
     def last_save(self) -> str | None: ...
 
     lr: float

@@ -14,7 +14,8 @@ from plsc.ps.arrays import Array, as_floats, as_keys, as_output, empty_like_kind
 from plsc.ps.rules import PythonRule, Rule, as_rule, core_options, describe, rule_of_save
 
 FORMAT = 1
-DTYPES = ("fp32", "fp16", "bf16")
+LARGEST = {"fp32": 3.4e38, "fp16": 65504.0, "bf16": 3.38e38}  # that a value of a dtype can hold, about
+DTYPES = tuple(LARGEST)
 INITS = ("uniform", "normal", "zeros", "constant")
 POLICIES = ("lru", "lfu")
 
@@ -58,17 +59,21 @@ class Table:
         max_rows: int | None = None,
         policy: str = "lru",
     ) -> None:
-        _between("dim", dim, 1, 65_536)
-        _between("stripes", stripes, 1, 65_536)
-        _between("seed", seed, 0, 2**64 - 1)
-        _between("admit_after", admit_after, 1, 255)
+        dim = _between("dim", dim, 1, 65_536)
+        stripes = _between("stripes", stripes, 1, 65_536)
+        seed = _between("seed", seed, 0, 2**64 - 1)
+        admit_after = _between("admit_after", admit_after, 1, 255)
+        max_rows = None if max_rows is None else _between("max_rows", max_rows, 0, 2**63 - 1)
+        init_scale = _number("init_scale", init_scale, 0.0, LARGEST.get(dtype, np.inf))
+        admit_probability = _number("admit_probability", admit_probability, 0.0, 1.0, above=True)
+        for name, value in (("locked", locked), ("counters", counters)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}: got {value!r}, expected True or False")
         _one_of("init", init, INITS)
         _one_of("dtype", dtype, DTYPES)
         _one_of("policy", policy, POLICIES)
         if stripes & (stripes - 1):
             raise ValueError(f"stripes: got {stripes}, expected a power of two, such as 64")
-        if not 0.0 < admit_probability <= 1.0:
-            raise ValueError(f"admit_probability: got {admit_probability}, expected more than 0, at most 1")
         if max_rows is not None and max_rows < 16 * stripes:
             raise ValueError(
                 f"max_rows: got {max_rows}, expected at least {16 * stripes}, 16 a stripe; use fewer stripes"
@@ -116,9 +121,7 @@ class Table:
 
     @lr.setter
     def lr(self, lr: float) -> None:
-        if not np.isfinite(lr) or lr <= 0:
-            raise ValueError(f"lr: got {lr}, expected a positive number")
-        self._lr = float(lr)
+        self._lr = _number("lr", lr, 0.0, LARGEST["fp32"], above=True)
 
     @property
     def keeps_rows(self) -> bool:
@@ -155,7 +158,7 @@ class Table:
         """One step of the rule for every (key, gradient) of keys [K], grads [K, dim] float32.
 
         Gradients that hold a NaN or an infinity are refused and leave their row as it was; returns how many.
-        shows, clicks [K] float32 are added to the row's counters (default: 1 and 0).
+        shows, clicks [K] float32 are added to the row's counters (default: 1 and 0); so are theirs.
         """
         array = as_keys(keys)
         floats = as_floats(grads, (len(array), self.dim), "grads")
@@ -188,12 +191,19 @@ class Table:
     def assign(self, keys: Array, values: Array) -> None:
         """Set rows to values [K, dim] float32, optimizer state as newborn: how weights from elsewhere come in."""
         array = as_keys(keys)
-        self._core.scatter(array, as_floats(values, (len(array), self.dim), "values"), None, False)
+        floats = as_floats(values, (len(array), self.dim), "values")
+        if not np.isfinite(floats).all():
+            bad = int(np.isfinite(floats).all(axis=1).argmin())
+            raise ValueError(f"values: got a NaN or an infinity for key {array[bad]}, expected finite numbers")
+        self._core.scatter(array, floats, None, False)
 
-    def add(self, keys: Array, deltas: Array) -> None:
-        """Add deltas [K, dim] float32 to values, whatever the rule; optimizer state stays."""
+    def add(self, keys: Array, deltas: Array) -> int:
+        """Add deltas [K, dim] float32 to values, whatever the rule; optimizer state stays.
+
+        Deltas that hold a NaN or an infinity are refused and leave their row as it was; returns how many.
+        """
         array = as_keys(keys)
-        self._core.add(array, as_floats(deltas, (len(array), self.dim), "deltas"), self._lr)
+        return int(self._core.add(array, as_floats(deltas, (len(array), self.dim), "deltas"), self._lr))
 
     def contains(self, keys: Array) -> np.ndarray:
         """Which keys have a row, bool [K]."""
@@ -227,9 +237,7 @@ class Table:
     def decay(self, factor: float) -> None:
         """Multiply all counters: what was shown long ago counts less."""
         self._needs_counters("decay()")
-        if not 0.0 <= factor <= 1.0:
-            raise ValueError(f"factor: got {factor}, expected 0 to 1")
-        self._core.decay(factor)
+        self._core.decay(_number("factor", factor, 0.0, 1.0))
 
     def erase(self, keys: Array) -> int:
         """Remove rows; their keys start anew when they come again. Returns how many there were."""
@@ -248,9 +256,13 @@ class Table:
             raise ValueError("evict: got neither max_age nor min_score, expected at least one")
         if min_score is not None:
             self._needs_counters("min_score")
-        age = -1 if max_age is None else max_age
-        score = float("nan") if min_score is None else min_score
-        return int(self._core.evict(age, score, show_weight, click_weight))
+            min_score = _number("min_score", min_score, -LARGEST["fp32"], LARGEST["fp32"])
+        weights = [
+            _number(name, weight, -LARGEST["fp32"], LARGEST["fp32"])
+            for name, weight in (("show_weight", show_weight), ("click_weight", click_weight))
+        ]
+        age = -1 if max_age is None else _between("max_age", max_age, 0, 2**63 - 1)
+        return int(self._core.evict(age, float("nan") if min_score is None else min_score, *weights))
 
     def items(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Keys uint64 [n] and values float32 [n, dim], a stripe at a time, in no particular order."""
@@ -310,7 +322,7 @@ class Table:
         cls,
         path: str | PathLike[str],
         *,
-        deltas: Sequence[str | PathLike[str]] = (),
+        deltas: str | PathLike[str] | Sequence[str | PathLike[str]] = (),
         rule: Rule | PythonRule | None = None,
         locked: bool = False,
         stripes: int = 64,
@@ -348,18 +360,17 @@ class Table:
             max_rows=max_rows,
             policy=policy,
         )
-        clock = header["clock"]
-        table._read(path)
-        for delta in deltas:
-            other = read_header(delta)
+        deltas = [deltas] if isinstance(deltas, str | PathLike) else deltas
+        headers = [header, *map(read_header, deltas)]
+        for delta, other in zip(deltas, headers[1:], strict=True):
             if other["base"] != header["id"]:
                 raise ValueError(
                     f"{fspath(delta)} is a delta to save {other['base']}, got save {header['id']} as its base"
                 )
-            table._read(delta)
-            clock = max(clock, other["clock"])
-            table.lr = other["lr"]
-        table._core.set_clock(clock)
+        table.lr = headers[-1]["lr"]
+        table._core.set_clock(headers[-1]["clock"])  # before rows come in: their age is told from it
+        for each in (path, *deltas):
+            table._read(each)
         table._base = (header["id"], header["clock"], table.stats()["evicted"])
         table._saved_as = header.get("tag") or header["id"]
         return table
@@ -376,9 +387,12 @@ class Table:
                 f"{fspath(path)} and this table differ in {', '.join(differ)}; only full saves of tables that were "
                 "made alike are merged"
             )
-        self._read(path)
         self._core.set_clock(max(header["clock"], self.stats()["clock"]))
+        self._read(path)
         self._base, self._saved_as, self.lr = None, header.get("tag") or header["id"], header["lr"]
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Table is not copied or pickled; save it and load the file, or let threads share it")
 
     def _read(self, path: str | PathLike[str]) -> None:
         try:
@@ -432,9 +446,19 @@ def _rounds(keys: np.ndarray) -> Iterator[np.ndarray]:
         yield np.flatnonzero(nth == n)
 
 
-def _between(name: str, value: int, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+def _between(name: str, value: int, low: int, high: int) -> int:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} to {high}")
+    return int(value)
+
+
+def _number(name: str, value: float, low: float, high: float, *, above: bool = False) -> float:
+    """`value` as a float, at least `low` (above: more than that) and at most `high`."""
+    numeric = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not (numeric and low <= value <= high) or (above and value == low):
+        least = "a positive number" if above and low == 0.0 else f"a number from {low:g}"
+        raise ValueError(f"{name}: got {value!r}, expected {least}, at most {high:g}")
+    return float(value)
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:

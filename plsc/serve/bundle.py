@@ -132,16 +132,7 @@ def write_bundle(
     """
     if storage not in STORAGES:
         raise ValueError(f"storage: got {storage!r}, expected one of {', '.join(STORAGES)}")
-    target = Path(folder)
-    if target.exists() and not (target / MANIFEST).is_file() and any(target.iterdir()):
-        raise ValueError(f"{target} exists and is not a bundle; expected a new folder or an old bundle to replace")
-    strangers = sorted(path.name for path in target.iterdir() if path.name not in FILES) if target.exists() else []
-    if strangers:
-        raise ValueError(
-            f"{target}: got {', '.join(strangers[:5])}{' and more' if len(strangers) > 5 else ''} beside a bundle's "
-            "files, expected none that replacing it would delete; move them elsewhere (a gallery with plsc-serve "
-            "stopped)"
-        )
+    target = check_target(folder)
     model, found = EmbeddingModel(onnx, flip=flip, threads=1), open_embeddings(centres)
     if model.digest != found.digest:
         raise ValueError(
@@ -182,6 +173,23 @@ def write_bundle(
         _put_in_place(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def check_target(folder: str | Path) -> Path:
+    """Where a bundle is to be; ValueError for what is there and is no bundle, or more: it would be deleted."""
+    target = Path(folder)
+    if not os.path.lexists(target):
+        return target
+    if not target.is_dir() or (not (target / MANIFEST).is_file() and any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not a bundle; expected a new folder or an old bundle to replace")
+    strangers = sorted(path.name for path in target.iterdir() if path.name not in FILES)
+    if strangers:
+        raise ValueError(
+            f"{target}: got {', '.join(strangers[:5])}{' and more' if len(strangers) > 5 else ''} beside a bundle's "
+            "files, expected none that replacing it would delete; move them elsewhere (a gallery with plsc-serve "
+            "stopped)"
+        )
     return target
 
 

@@ -9,11 +9,14 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from http import HTTPMethod
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plsc.serve.service import Service
@@ -38,6 +41,9 @@ class Gate:
     token: what `Authorization: Bearer` must bring, on all but OPEN_PATHS. Without one the service is for this machine:
     a Host that is not loopback is refused (a page that had its name resolved to 127.0.0.1), and so is any request that
     changes something or costs work from another origin's page.
+
+    HEAD is answered as GET, without the body; OPTIONS with the methods that a path takes. What is counted bears its
+    route, refused or not; all paths and methods that nobody knows are one, "other".
     """
 
     def __init__(self, app: ASGIApp, *, service: Callable[[], Service], token: str | None, any_host: bool) -> None:
@@ -52,6 +58,7 @@ class Gate:
         asked = headers.get("x-request-id", "")
         number = asked if _REQUEST_ID.fullmatch(asked) else secrets.token_hex(8)
         scope.setdefault("state", {})["request_id"] = number
+        path, methods = _route(scope)
         status = 0
 
         async def answer(message: Message) -> None:
@@ -63,29 +70,35 @@ class Gate:
                 for name, value in ALWAYS.items():
                     out.setdefault(name, value)
                 out.setdefault("Cache-Control", "no-store")
+            elif scope["method"] == "HEAD":
+                message = {**message, "body": b""}
             await send(message)
 
         service.in_flight += 1
         try:
-            refused = self._refusal(scope, headers, service)
+            refused = self._refusal(scope, headers, service, methods)
             if refused is not None:
                 await _say(answer, *refused, number=number)
+            elif methods and scope["method"] == "OPTIONS":
+                await Response(status_code=204, headers=_allow(methods))(scope, receive, answer)
             else:
-                await self._app(scope, receive, answer)
+                asked_as = "GET" if scope["method"] == "HEAD" else scope["method"]
+                await self._app({**scope, "method": asked_as}, receive, answer)
         except Exception:
             logger.exception("request %s: %s %s failed", number, scope["method"], scope["path"])
             if status == 0:
                 await _say(answer, 500, "the service failed; its log has the reason", {}, number=number)
         finally:
             service.in_flight -= 1
-            route = getattr(scope.get("route"), "path", None)
-            path, method = route or "other", scope["method"] if route else "other"
+            method = scope["method"] if methods and scope["method"] in HTTPMethod.__members__ else "other"
             service.requests.add(path=path, method=method, status=str(status or 499))
             service.seconds.observe(time.perf_counter() - start, path=path)
             logger.debug("request %s: %s %s %d", number, scope["method"], scope["path"], status)
 
-    def _refusal(self, scope: Scope, headers: Headers, service: Service) -> tuple[int, str, Mapping[str, str]] | None:
-        """Status, words and headers for a request that may not go on."""
+    def _refusal(
+        self, scope: Scope, headers: Headers, service: Service, methods: list[str]
+    ) -> tuple[int, str, Mapping[str, str]] | None:
+        """Status, words and headers for a request that may not go on. methods: those that its path takes, if any."""
         host = _host_name(headers.get("host", ""))
         if not self._any_host and not is_loopback(host):
             return 421, f"host: got {host[:80]!r}, expected one of {', '.join(LOOPBACK)}", {}
@@ -104,9 +117,23 @@ class Gate:
                     "token: got none or a wrong one, expected Authorization: Bearer TOKEN",
                     {"WWW-Authenticate": "Bearer"},
                 )
+        if methods and scope["method"] not in methods:
+            return 405, f"method: got {scope['method'][:20]}, expected one of {', '.join(methods)}", _allow(methods)
         if scope["path"].startswith("/v1/") and service.in_flight > service.settings.max_requests:
             return 429, f"{service.settings.max_requests} requests are being answered; try again", {"Retry-After": "1"}
         return None
+
+
+def _route(scope: Scope) -> tuple[str, list[str]]:
+    """The path as its route spells it, such as /v1/classes/{number}, and its methods; "other" and none for no route."""
+    found = [route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE]
+    methods = {method for route in found for method in route.methods}
+    methods |= {"HEAD"} if "GET" in methods else set()
+    return (found[0].path, sorted({*methods, "OPTIONS"})) if found else ("other", [])
+
+
+def _allow(methods: list[str]) -> dict[str, str]:
+    return {"Allow": ", ".join(methods)}
 
 
 async def _say(send: Send, status: int, words: str, headers: Mapping[str, str], *, number: str) -> None:

@@ -30,7 +30,8 @@ class Journal:
     append() returns when its record is on the disk, in a file that still has its name. A file whose last record is cut
     short, by a crash in the middle of an append that therefore never returned, is cut back to the whole ones; a record
     that is all there and wrong, or has whole ones after it, is a ValueError. Bodies should not end with a zero byte:
-    a file system may fill with zeros what a crash has cut.
+    a file system may fill with zeros what a crash has cut. Files are their owner's alone (mode 0600): a wider one is
+    narrowed when it is opened, with a warning.
     """
 
     def __init__(self, folder: str | Path, name: str = "journal") -> None:
@@ -39,10 +40,13 @@ class Journal:
         self._lock = _lock(self.path.with_suffix(".lock"))
         self._broken: OSError | None = None
         try:
+            for left in self.path.parent.glob(f".{name}.*.tmp"):  # by a rewrite that was killed
+                left.unlink()
             if not self.path.exists():
-                with atomic_file(self.path) as file:
+                with atomic_file(self.path, private=True) as file:
                     file.write(MAGIC)
                 _sync_folder(self.path.parent)
+            _narrow(self.path)
             self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115 (open for the journal's life)
         except BaseException:
             os.close(self._lock)
@@ -90,7 +94,7 @@ class Journal:
 
     def rewrite(self, bodies: Iterable[bytes]) -> None:
         """Puts these records in the place of all there are; the old file stays until the new one is whole."""
-        with atomic_file(self.path) as file:
+        with atomic_file(self.path, private=True) as file:
             file.write(MAGIC)
             for body in bodies:
                 file.write(_packed(body))
@@ -178,6 +182,19 @@ def _lock(path: Path) -> int:
         os.close(number)
         raise Locked(f"{path.parent} is in use by another server; stop it, or give another folder") from error
     return number
+
+
+def _narrow(path: Path) -> None:
+    """Takes a file from all but its owner: embeddings of faces are personal data."""
+    mode = path.stat().st_mode & 0o777
+    if not mode & 0o077:
+        return
+    try:
+        path.chmod(0o600)
+    except OSError as error:
+        logger.warning("%s: others may read it (mode %o), and %s; chmod 600 it", path, mode, error.strerror)
+    else:
+        logger.warning("%s: others could read it (mode %o); it is its owner's alone now", path, mode)
 
 
 def _sync_folder(path: Path) -> None:

@@ -6,12 +6,15 @@ import asyncio
 import errno
 import logging
 import os
+import signal
 import socket
 import ssl
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -25,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 HEAD_SECONDS = 10.0  # for a connection to send the head of its request
 ANSWER_SECONDS = 30.0  # for a client to take what it asked for
+END_SECONDS = 30  # for what has come to be answered, once the server is told to stop
 MIN_TOKEN = 16
 BACKLOG = 512
 TOKEN_VARIABLE = "PLSC_TOKEN"
@@ -154,7 +158,10 @@ def _bound(family: int, protocol: int, where: tuple[Any, ...]) -> socket.socket:
 
 
 def serve(start: Callable[[], Service], address: Address, *, ready: Callable[[str], Any] | None = None) -> None:
-    """Serves until SIGTERM or Ctrl-C, then answers what has come and returns. ready: called with the URL."""
+    """Serves until SIGTERM or Ctrl-C, then answers what has come and returns; a second one ends the process at once.
+
+    ready: called with the URL.
+    """
     address.check()
     any_host = address.token is not None
     app = create_app(start, token=address.token, any_host=any_host)
@@ -168,7 +175,7 @@ def serve(start: Callable[[], Service], address: Address, *, ready: Callable[[st
         limit_concurrency=address.max_connections,
         backlog=BACKLOG,
         timeout_keep_alive=15,
-        timeout_graceful_shutdown=30,
+        timeout_graceful_shutdown=END_SECONDS,
         h11_max_incomplete_event_size=32 * 1024,
         ssl_certfile=address.tls_certificate,
         ssl_keyfile=address.tls_key,
@@ -180,7 +187,9 @@ def serve(start: Callable[[], Service], address: Address, *, ready: Callable[[st
 
 
 class _Server(uvicorn.Server):
-    """Says once where it listens."""
+    """Says once where it listens; a second signal ends it."""
+
+    _told: float | None = None  # when it was told to stop
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[str], Any] | None, address: Address) -> None:
         super().__init__(config)
@@ -190,6 +199,21 @@ class _Server(uvicorn.Server):
     async def _serve(self, sockets: Any = None) -> None:
         await super()._serve(sockets)
         self._captured_signals.clear()  # obeyed: uvicorn would raise them again, and the exit status be theirs
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._told is None:
+            self._told = time.monotonic()
+        elif time.monotonic() - self._told > 1:  # sooner it may be the same one: to the process, and to its group
+            name, count = signal.Signals(sig).name, len(self.server_state.tasks)
+            os.write(2, f"ended by a second {name}: {count} requests unanswered\n".encode())  # print may be under way
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        count = len(self.server_state.tasks)
+        logger.info("stopping: %d requests to answer, for up to %d s; a second signal ends it", count, END_SECONDS)
+        await super().shutdown(sockets)
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)

@@ -198,6 +198,13 @@ class DGC:
 
     def check(self, optimizer: Optimizer) -> None:
         """Raises ValueError unless the optimizer is SGD, whose momentum can be corrected for what is sent late."""
+        frozen = [tuple(entry.param.shape) for entry in self._entries if not entry.param.requires_grad]
+        if frozen:
+            raise ValueError(
+                f"dgc: got a compressed parameter of shape {frozen[0]} that was frozen after DGC was built, expected "
+                "the same to be trained throughout: what is still to be sent of it would stay behind; freeze it before "
+                "(fleet.replicate), or train without compress"
+            )
         if id(optimizer) in self._checked:
             return
         if type(optimizer) is not SGD:

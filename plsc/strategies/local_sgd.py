@@ -252,6 +252,9 @@ class LocalSGD:
             if bucket.velocity is None:
                 bucket.velocity = torch.zeros_like(bucket.moved)
             bucket.velocity.mul_(momentum).add_(bucket.moved)
+            for tensor, move in zip(bucket.tensors, bucket.moves, strict=True):
+                if not tensor.requires_grad:  # frozen since: it stands still
+                    bucket.velocity.as_strided(move.shape, move.stride(), move.storage_offset()).zero_()
             bucket.moved.add_(bucket.velocity, alpha=momentum)
         bucket.anchor.add_(bucket.moved, alpha=self.options.outer_lr)
 

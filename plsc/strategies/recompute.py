@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from plsc.comm import Communicator
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
+NUMBERS = r"\d+(-\d+)?(,\d+(-\d+)?)*"
+EXPECTED = (
+    'expected "none", or "full", "every:k" with k >= 1 or "blocks:0-3,7", alone or followed by "selective" or '
+    '"selective:0,2"'
+)
 # What "selective" keeps, for it costs most to run again: products and convolutions; attention, by its dropout's place.
 KEPT_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -28,11 +33,12 @@ KEPT_ATTENTION = {
 
 @dataclass(frozen=True)
 class _Policy:
-    """Which blocks run again (every so many, or those listed), and whether their products are kept."""
+    """Which blocks run again (every so many, or those listed), and which of their products are kept."""
 
     every: int = 0
     listed: tuple[int, ...] = ()
     selective: bool = False
+    products: tuple[int, ...] = ()  # of each block; none listed: all
 
 
 def recompute(module: nn.Module, policy: str, *, allow_collectives: bool = False) -> nn.Module:
@@ -45,7 +51,8 @@ def recompute(module: nn.Module, policy: str, *, allow_collectives: bool = False
         policy: "none" (also takes an earlier choice back), "full" (every block), "every:k" (blocks 0, k, 2k, ...),
             "blocks:0-3,7" (those), or "selective": every block, but the results of its matrix products, convolutions
             and attention are kept, so that little has to be computed again (under autocast a weight that a block uses
-            twice is then cast twice, and its gradient adds up in another order).
+            twice is then cast twice, and its gradient adds up in another order). "selective:0,2" keeps the first and
+            the third of these only; "blocks:0-10 selective:2" does so in those blocks and leaves the others alone.
             Blocks are what module.recompute_blocks() lists, else the children of the module's top-level nn.Sequential
             and nn.ModuleList containers, or of the module itself if it is one.
         allow_collectives: a block that communicates in its forward does so again in the backward. That is right only
@@ -80,15 +87,15 @@ def recompute(module: nn.Module, policy: str, *, allow_collectives: bool = False
                 "leave it out, or pass allow_collectives=True where all ranks recompute the same blocks"
             )
     for block in blocks:
-        block.forward = _Recomputed(block, selective=asked.selective)
+        block.forward = _Recomputed(block, asked)
     return module
 
 
 class _Recomputed:
     """Stands in for one block's forward. An object that holds the block, so that a deep copy holds the copied block."""
 
-    def __init__(self, block: nn.Module, *, selective: bool) -> None:
-        self.block, self.selective = block, selective
+    def __init__(self, block: nn.Module, asked: _Policy) -> None:
+        self.block, self.asked = block, asked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self.block
@@ -96,19 +103,35 @@ class _Recomputed:
             return type(block).forward(block, *args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            first, again = create_selective_checkpoint_contexts(_keeps) if self.selective else (nullcontext(), None)
+            if not self.asked.selective:
+                return nullcontext(), _buffers_kept(block, None)
+            first, again = create_selective_checkpoint_contexts(_keeps(self.asked.products))
             return first, _buffers_kept(block, again)
 
-        with _without_cast_cache() if self.selective else nullcontext():
+        with _without_cast_cache() if self.asked.selective else nullcontext():
             return checkpoint(type(block).forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _keeps(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Attention that draws random numbers is not kept: left out, it would shift those of whatever comes after it."""
+def _keeps(products: tuple[int, ...]) -> Callable[..., CheckpointPolicy]:
+    """What one run of a block keeps: the products of these numbers, counted in both runs alike; of no numbers, all."""
+    seen = {False: 0, True: 0}  # so far in the first run, and in the repetition
+
+    def keeps(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not _is_product(op, *args, **kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        number = seen[context.is_recompute]
+        seen[context.is_recompute] += 1
+        kept = not products or number in products
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return keeps
+
+
+def _is_product(op: Any, *args: Any, **kwargs: Any) -> bool:
+    """Attention that draws random numbers is none: kept, it would shift those of whatever comes after it."""
     where = KEPT_ATTENTION.get(op)
     dropout = 0.0 if where is None else kwargs.get("dropout_p", args[where] if len(args) > where else 0.0)
-    kept = op in KEPT_PRODUCTS or (where is not None and not dropout)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return op in KEPT_PRODUCTS or (where is not None and not dropout)
 
 
 @contextmanager
@@ -151,17 +174,29 @@ def _communicates(module: nn.Module) -> bool:
 
 def parse_recompute(policy: str) -> _Policy:
     """What a policy asks for; ValueError where it is none."""
-    known = {"none": _Policy(), "full": _Policy(every=1), "selective": _Policy(every=1, selective=True)}
-    kind, _, detail = policy.partition(":")
-    if policy in known:
-        return known[policy]
-    if kind == "every" and detail.isdecimal() and int(detail) > 0:
-        return _Policy(every=int(detail))
-    if kind == "blocks" and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", detail):
-        ends = [part.partition("-") for part in detail.split(",")]
-        listed = {at for low, _, high in ends for at in range(int(low), int(high or low) + 1)}
-        if listed:
-            return _Policy(listed=tuple(sorted(listed)))
-    raise ValueError(
-        f'recompute: got {policy!r}, expected "none", "full", "selective", "every:k" with k >= 1, or "blocks:0-3,7"'
-    )
+    if policy == "none":
+        return _Policy()
+    asked: dict[str, Any] = {}
+    for clause in policy.split(" "):
+        kind, _, detail = clause.partition(":")
+        listed = _numbers(detail) if re.fullmatch(NUMBERS, detail) else ()
+        if clause == "full":
+            made: dict[str, Any] = {"every": 1}
+        elif kind == "every" and detail.isdecimal() and int(detail) > 0:
+            made = {"every": int(detail)}
+        elif kind == "blocks" and listed:
+            made = {"listed": listed}
+        elif clause == "selective" or (kind == "selective" and listed):
+            made = {"selective": True, "products": listed}
+        else:
+            raise ValueError(f"recompute: got {policy!r}, {EXPECTED}")
+        if "selective" in asked or ("selective" not in made and asked):
+            raise ValueError(f"recompute: got {policy!r}, {EXPECTED}")
+        asked |= made
+    return _Policy(**({"every": 1} | asked if "listed" not in asked else asked))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a list such as "0-3,7", in order."""
+    ends = [part.partition("-") for part in text.split(",")]
+    return tuple(sorted({at for low, _, high in ends for at in range(int(low), int(high or low) + 1)}))

@@ -44,7 +44,8 @@ class Reducer:
 
     Gradients are views of flat buckets whose layout depends on the parameters and the arguments alone and never
     changes, and buckets travel in layout order: the same run gives the same bits, also after a restart. Parameters
-    that bear a Shard mark and frozen ones are left alone. Gradients that were not zeroed are added to, as ever.
+    that bear a Shard mark and frozen ones are left alone; one that is frozen later, on all ranks, has no gradient until
+    it is trained again (its bucket then leaves in finish()). Gradients that were not zeroed are added to, as ever.
 
     Bucket launches take their place among the other verbs of `comm`, by the order of the backward pass. Where ranks may
     use different parameters in a step and other verbs run inside the backward (SyncBatchNorm, a class-parallel head),
@@ -216,8 +217,9 @@ class Reducer:
     def _attach(self) -> None:
         for slot in self._slots:
             _check_place(slot)
-            if slot.param.grad is not slot.view:
-                slot.param.grad = slot.view
+            grad = slot.view if slot.param.requires_grad else None  # an optimizer moves what has a gradient of zero
+            if slot.param.grad is not grad:
+                slot.param.grad = grad
 
     def _reset(self) -> None:
         self._next = 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import glob
 import importlib
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -34,11 +36,13 @@ from plsc.data import (
     open_images,
     read_pairs,
 )
+from plsc.data.convert import kind_of
 from plsc.models import build as build_model
 from plsc.models.zoo import check_call
 from plsc.nn import MARGINS, ClassParallelHead, ClassParallelLinear, Margin
 from plsc.ops import LARS, SGD, AdamW, RowOptimizer
 from plsc.strategies import Schedule, build_optimizer, param_groups
+from plsc.train.class_store import build_store
 from plsc.train.config import Config, DataConfig, HeadConfig, OptimConfig, did_you_mean
 from plsc.train.failures import opening
 
@@ -63,8 +67,37 @@ def build_data(
             f"{key}.path is {config.path!r}, but {key}.kind {config.kind!r} reads from none; say what is there: "
             f"--{key}.kind {' | '.join(FILES)}"
         )
-    with opening(f"{key}.path", config.path):
+    with _of_kind(key, config.kind, config.path):
         return _open_data(config, seed=seed, split=split, progress=progress, key=key)
+
+
+@contextmanager
+def _of_kind(key: str, kind: str, path: str) -> Iterator[None]:
+    """As `opening`; where the path is evidently of another kind, the error says which."""
+    try:
+        with opening(f"{key}.path", path):
+            yield
+    except ValueError as error:
+        found = _evident_kind(path)
+        if kind not in (*FILES, "bin") or found in ("", kind):
+            raise
+        fits = f"--{key}.kind {found}"
+        if key == "data" and found == "bin":
+            fits = "--eval.kind bin with --eval.path, for it holds pairs and no classes"
+        raise ValueError(
+            f"{key}.path is {path!r}, which looks like kind {found!r}, but {key}.kind is {kind!r}; expected {fits} "
+            f"(as {kind!r}: {error})"
+        ) from error
+
+
+def _evident_kind(path: str) -> str:
+    """What a path's name, or the content of a folder, says it is; "" where they do not tell."""
+    if os.path.isdir(path):
+        found = kind_of(path)
+        return found if found != "folder" or any(entry.is_dir() for entry in os.scandir(path)) else ""
+    if not os.path.exists(path) and not set(path) & set("*?[{"):
+        return ""
+    return "folder" if path.lower().endswith(".zip") else kind_of(path).replace("folder", "")
 
 
 def _open_data(config: DataConfig, *, seed: int, split: str, progress: Progress | None, key: str) -> Dataset:
@@ -150,7 +183,7 @@ def build_eval(config: Config, train: Dataset) -> tuple[Dataset, Pairs | None]:
         if not ask.path:
             raise ValueError("eval.path is not given; eval.kind 'bin' reads from one, pass --eval.path X.bin")
         size, channels = config.data.image_size, config.data.channels
-        with opening("eval.path", ask.path):
+        with _of_kind("eval", ask.kind, ask.path):
             pairs_set = VerificationSet(ask.path, image_size=size, channels=channels, folds=ask.folds)
         return pairs_set, pairs_set.pairs
     if ask.kind or ask.path:
@@ -227,8 +260,8 @@ def build_head(config: Config, classes: int, comm: Communicator) -> Head:
             raise ValueError(
                 f"head.margin 'linear' takes no margin_args, got {', '.join(ask.margin_args)}; leave them out"
             )
-        if ask.sample_rate != 1.0 or ask.sub_centers != 1 or ask.fused or ask.filter_threshold is not None:
-            raise ValueError("head.margin 'linear' takes no sample_rate, sub_centers, fused or filter_threshold")
+        if ask.sample_rate != 1.0 or ask.sub_centers != 1 or ask.fused or ask.filter_threshold is not None or ask.store:
+            raise ValueError("head.margin 'linear' takes no sample_rate, sub_centers, fused, filter_threshold or store")
         return ClassParallelLinear(size, classes, comm=comm, seed=config.seed, cache_mb=ask.cache_mb)
     kept = {"weight_dtype": "fp32", "state_dtype": "fp32", "unsampled": "still"}
     asked = [f"{name}={getattr(ask, name)!r}" for name, usual in kept.items() if getattr(ask, name) != usual]
@@ -245,6 +278,7 @@ def build_head(config: Config, classes: int, comm: Communicator) -> Head:
         seed=config.seed,
         cache_mb=ask.cache_mb,
         cache_dtype=ask.cache_dtype,
+        weight=build_store(config, comm) if ask.store else None,
         weight_dtype=ask.weight_dtype,
         head_optimizer=build_row_optimizer(config.optim, ask) if ask.fused else None,
     )
@@ -305,9 +339,9 @@ def build_row_optimizer(config: OptimConfig, head: HeadConfig) -> RowOptimizer:
 
 
 def build_optim(config: Config, *modules: nn.Module) -> Optimizer:
-    """The optimizer of backbone and head; the weight of a fused head updates itself and stays out."""
+    """The optimizer of backbone and head; a weight that is fused or in a store is updated there and stays out."""
     ask = config.optim
-    if config.head.fused:
+    if config.head.fused or config.head.store:
         modules = modules[:-1]
     groups = param_groups(*modules, weight_decay=ask.weight_decay)
     return build_optimizer(

@@ -4,12 +4,13 @@ The pieces depend on the data set alone, not on the number of ranks: a run that 
 missing, on as many ranks as it likes, and the file it writes is the same to the bit.
 """
 
+import hashlib
 import json
 import logging
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from torch import nn
 
 from plsc.comm import Communicator, together
 from plsc.data.convert import Encoded
-from plsc.data.embeddings import atomic_file
-from plsc.data.parquet import EmbeddingWriter
+from plsc.data.embeddings import atomic_file, map_safetensors
+from plsc.data.parquet import EmbeddingWriter, read_metadata
 from plsc.data.pipeline import Pipeline
 from plsc.train.evaluate import _embed_batch, _precision, evaluating, unwrapped
 from plsc.train.export import export_blocks, model_digest, unit_rows
@@ -29,6 +30,7 @@ from plsc.train.export import export_blocks, model_digest, unit_rows
 logger = logging.getLogger(__name__)
 
 PIECE_ROWS = 4_096
+COMPARED = 256  # samples by which data sets are told apart
 
 Floats32 = NDArray[np.float32]
 Progress = Callable[[int, int], None]
@@ -48,27 +50,31 @@ def embed_to_file(
     workers: int = 0,
     progress: Progress | None = None,
     piece_rows: int = PIECE_ROWS,
+    overwrite: bool = False,
 ) -> Path:
     """Writes unit embeddings of a data set in its order: .safetensors (as export_embeddings) or .parquet; collective.
 
-    Pieces lie in `target`.parts, a folder that all ranks see, until the file is whole. source: what the data is called
-    in there. progress: rank 0's images. ValueError: an image that cannot be read, an embedding without a direction.
+    Pieces lie in `target`.parts, a folder that all ranks see, until the file is whole. A whole file of this model and
+    data stays as it is; anything else at `target` is refused, or replaced with `overwrite`. source: what messages call
+    the data. progress: rank 0's images. ValueError: an image that cannot be read, an embedding without a direction.
     """
-    target, digest = Path(target), model_digest(backbone)
-    plan = {
-        "digest": digest,
-        "source": source,
-        "samples": len(data),
-        "labels": zlib.crc32(np.ascontiguousarray(data.labels, np.int64).data),
-        "flip": flip,
-        "autocast": str(autocast),
-        "batch_size": batch_size,
-        "piece_rows": piece_rows,
-    }
+    target, digest, about = Path(target), model_digest(backbone), dict[str, str]()
     pieces = _Pieces(Path(f"{target}.parts"), len(data), piece_rows)
-    together(comm, f"write into {pieces.folder}", lambda: pieces.begin(plan) if comm.rank == 0 else None)
+
+    def begin() -> list[int] | None:
+        """The pieces that are missing; None where there is nothing to do."""
+        about.update(data_digest=data_digest(data), flip=str(flip).lower(), autocast=str(autocast))
+        if not overwrite and _is_complete(target, {"model_digest": digest, **about}):
+            return None
+        pieces.begin({"digest": digest, **about, "batch_size": batch_size, "piece_rows": piece_rows})
+        return pieces.missing()
+
     # Rank 0 says what is missing, for the others may see the folder a moment later.
-    missing = together(comm, "see what is done", lambda: pieces.missing() if comm.rank == 0 else [])[0]
+    missing = together(comm, f"begin {target}", lambda: begin() if comm.rank == 0 else None)[0]
+    if missing is None:
+        if comm.rank == 0:
+            logger.info("complete already: %s, of this model and data; nothing was done", target)
+        return target
     if comm.rank == 0 and len(missing) < len(pieces.starts):
         logger.info("going on: %d of %d pieces were done", len(pieces.starts) - len(missing), len(pieces.starts))
 
@@ -90,8 +96,38 @@ def embed_to_file(
             )
 
     together(comm, f"embed {source}", embed_mine)
-    together(comm, f"write {target}", lambda: _join(target, pieces, data, digest) if comm.rank == 0 else None)
+    together(comm, f"write {target}", lambda: _join(target, pieces, data, digest, about) if comm.rank == 0 else None)
+    if comm.rank == 0:
+        logger.info("written: %s", target)
     return target
+
+
+def data_digest(data: Encoded) -> str:
+    """SHA-256 (hex) over all labels, and the names and images of 256 samples at even distances."""
+    digest = hashlib.sha256(np.ascontiguousarray(data.labels, "<i8").data)
+    for i in np.unique(np.linspace(0, len(data) - 1, COMPARED).astype(np.int64)).tolist():
+        for part in (data.name(i).encode("utf-8", "surrogateescape"), data.encoded(i)):
+            digest.update(struct.pack("<Q", len(part)) + part)
+    return digest.hexdigest()
+
+
+def _is_complete(target: Path, about: Mapping[str, str]) -> bool:
+    """Whether the file is there already, with this in its metadata. ValueError for any other."""
+    if not os.path.lexists(target):
+        return False
+    try:
+        found = read_metadata(target) if target.suffix == ".parquet" else map_safetensors(target)[1]
+    except (ValueError, OSError):
+        found = {}
+    what = {"model_digest": "of another model", "data_digest": "of other data"}
+    differs = [what.get(key, f"with {key} {found.get(key)}") for key in about if found.get(key) != about[key]]
+    if not differs:
+        return True
+    got = f"embeddings {', '.join(differs)}" if "data_digest" in found else "a file that plsc-embed has not written"
+    raise ValueError(
+        f"{target}: got {got}, expected none, or those of this model and data; give another --out, or --overwrite to "
+        "replace it"
+    )
 
 
 class _Pieces:
@@ -182,20 +218,20 @@ def _embed_pieces(
         source.close()
 
 
-def _join(target: Path, pieces: _Pieces, data: Encoded, digest: str) -> None:
+def _join(target: Path, pieces: _Pieces, data: Encoded, digest: str, about: Mapping[str, str]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     first = next(pieces.read())
     shape = (len(data), first.shape[1])
     names, labels = _Names(data), np.asarray(data.labels)
     if target.suffix == ".parquet":
         done, norms = 0, np.empty(shape[0], np.float32)
-        with EmbeddingWriter(target, shape[1], digest=digest) as writer:
+        with EmbeddingWriter(target, shape[1], digest=digest, about=about) as writer:
             for rows in unit_rows(pieces.read(), norms):
                 part = slice(done, done + len(rows))
                 writer.write(np.arange(part.start, part.stop), rows, norms[part], labels[part], names[part])
                 done = part.stop
     else:
-        export_blocks(target, pieces.read(), shape=shape, labels=labels, digest=digest, names=names)
+        export_blocks(target, pieces.read(), shape=shape, labels=labels, digest=digest, names=names, about=about)
     shutil.rmtree(pieces.folder)
 
 

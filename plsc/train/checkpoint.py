@@ -385,18 +385,18 @@ class Checkpoints:
 
     def newest_extra(self) -> dict[str, Any] | None:
         """The `extra` of the newest checkpoint, before anything is loaded; None if there is none. A collective call."""
-        newest = self._newest()
+        newest = self.newest()
         return None if newest is None else describe(newest)["extra"]
 
-    def _newest(self) -> Path | None:
-        """Rank 0 chooses."""
+    def newest(self) -> Path | None:
+        """As `latest`; rank 0 chooses for all. A collective call."""
         return _together(
             self.comm, f"look into {self.directory}", lambda: self.latest() if self.comm.rank == 0 else None
         )[0]
 
     def load(self, *, extend_classes: bool = False, **parts: object) -> Resumed | None:
         """Loads the newest checkpoint (see `load`); None if there is none. Rank 0 chooses. A collective call."""
-        newest = self._newest()
+        newest = self.newest()
         if newest is None:
             return None
         extra = load(newest, comm=self.comm, extend_classes=extend_classes, **parts)

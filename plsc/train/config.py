@@ -78,6 +78,7 @@ class HeadConfig:
     weight_dtype: str = "fp32"  # of a fused head, how its weight is kept: fp32 | split | bf16
     state_dtype: str = "fp32"  # and the momentum of sgd: fp32 | bf16 | int8
     unsampled: str = "still"  # and rows that were not sampled: still | decayed
+    store: str = ""  # sampled classes are rows of: memory | file | file:FOLDER | servers as host:port,...
     cache_mb: float = 256.0  # MiB that save computing exponentials again in the backward
     cache_dtype: str = "fp32"  # exponentials kept for the backward: fp32 | bf16
     extend_classes: bool = False  # on resume: more classes than the checkpoint has are allowed, new rows start fresh

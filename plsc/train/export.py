@@ -9,7 +9,7 @@ import logging
 import math
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -208,10 +208,24 @@ def export_blocks(
     labels: Array,
     digest: str,
     names: Sequence[str] | None = None,
+    about: Mapping[str, str] | None = None,
 ) -> Path:
-    """The same of rows that come in blocks [n, D], in order, `shape` in all: one block is held at a time."""
-    ids = np.arange(shape[0])
-    _write(path, blocks, shape, kind="embeddings", labels=labels, ids=ids, names=names, digest=digest, normalize=True)
+    """The same of rows that come in blocks [n, D], in order, `shape` in all: one block is held at a time.
+
+    about: further metadata.
+    """
+    _write(
+        path,
+        blocks,
+        shape,
+        kind="embeddings",
+        labels=labels,
+        ids=np.arange(shape[0]),
+        names=names,
+        digest=digest,
+        normalize=True,
+        about=about,
+    )
     return Path(path)
 
 
@@ -440,6 +454,7 @@ def _write(
     names: Sequence[str] | None,
     digest: str,
     normalize: bool,
+    about: Mapping[str, str] | None = None,
 ) -> None:
     """Writes one file of embeddings; `blocks` are its rows in order and are taken one at a time."""
     if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
@@ -471,6 +486,7 @@ def _write(
         "num_rows": str(shape[0]),
         "embedding_size": str(shape[-1]),
         "sub_centers": str(shape[1] if len(shape) == 3 else 1),
+        **(about or {}),
     }
     write_safetensors(path, tensors, metadata)
 

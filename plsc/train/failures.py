@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from plsc.comm import CommError, FailedTogether
 from plsc.data import ReadingProcessDied
@@ -23,6 +26,39 @@ def exit_code(error: Exception) -> int:
     if isinstance(error, NonFiniteLoss):
         return EXIT_DIVERGED
     return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILURE
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGHUP, on its way up as Ctrl-C goes, so that what is half written is removed."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = 128 + number
+        self.name = signal.Signals(number).name
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """The first SIGTERM or SIGHUP raises Stopped inside; further ones do not disturb the clearing up.
+
+    Outside of the main thread, where Python lets nobody handle signals, nothing changes.
+    """
+    before, seen = {}, []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            raise Stopped(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one of them: so it stays
+                before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -75,6 +75,11 @@ class Row:
 
 def plan(config: Config, *, say: Say) -> bool:
     """Measures, and says the table line by line; False if what the recipe asks for does not fit."""
+    if config.head.store:
+        raise ValueError(
+            f"--plan counts what a head takes in memory, but head.store {config.head.store!r} keeps classes elsewhere; "
+            "leave one of them out"
+        )
     target = read_target(config)
     batch = batch_of(config, target)
     if target.here and torch.get_num_threads() > 1 and target.device is None:

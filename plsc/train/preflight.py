@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from plsc.comm import together
+from plsc.train.class_store import is_servers
 from plsc.train.config import Config
 from plsc.train.launch import num_cores
 
@@ -64,6 +65,8 @@ def look_ahead(trainer: Trainer) -> None:
 def checkpoint_bytes(config: Config, backbone: nn.Module, num_classes: int) -> int:
     """Of one checkpoint, about: weights, and the optimizer's state of each."""
     head = num_classes * config.head.sub_centers * config.model.embedding_size * 4
+    if is_servers(config.head.store):  # which save their rows where they are
+        head = 0
     weights = sum(tensor.numel() * tensor.element_size() for tensor in backbone.parameters()) + head
     moves = config.optim.name == "adamw" or config.optim.momentum > 0
     return weights * (1 + (OPTIMIZER_COPIES[config.optim.name] if moves else 0))

@@ -66,13 +66,15 @@ def embed_images(
     source: str,
     target: str,
     *,
+    overwrite: bool = False,
     comm: Communicator | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Embeddings of the images at `source`, in order, by the backbone of a run's newest checkpoint; collective.
 
     target: .safetensors (as `export_embeddings` writes them) or .parquet (columns id, embedding, norm, label, name).
-    The run's own data need not be there. What was ended before goes on. progress counts rank 0's images.
+    The run's own data need not be there. What was ended before goes on; a target of another model or data is refused
+    unless `overwrite`. progress counts rank 0's images.
     """
     fleet = Fleet(config.strategy, comm)
     data = open_images(source, image_size=config.data.image_size, channels=config.data.channels)
@@ -93,6 +95,7 @@ def embed_images(
         autocast=AMP_DTYPES[config.strategy.amp],
         workers=config.data.workers,
         progress=progress,
+        overwrite=overwrite,
     )
 
 

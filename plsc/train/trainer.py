@@ -20,9 +20,11 @@ from plsc.comm import Communicator, together
 from plsc.data import Dataset, Loader, Pairs
 from plsc.fleet import Fleet, NonFiniteLoss
 from plsc.models.checks import check_embeddings
+from plsc.nn.stored import StoredHead
 from plsc.strategies import first_nonfinite, set_lr
 from plsc.train import build
 from plsc.train.checkpoint import Checkpoints, load
+from plsc.train.class_store import ClassStore
 from plsc.train.config import Config, dump, load_recipe, to_dict
 from plsc.train.evaluate import VerificationResult, classify, embed, identify, verify
 from plsc.train.metrics_log import MetricsLog
@@ -91,6 +93,9 @@ class Trainer:
             comm.barrier()
         self.backbone = self.fleet.replicate(backbone)
         self.head = build.build_head(config, self.num_classes, comm).to(self.fleet.device)
+        self.classes: ClassStore | None = None
+        if isinstance(self.head, StoredHead):
+            self.classes = ClassStore(self.head, config, self.checkpoints)
         self.optimizer = build.build_optim(config, self.backbone, self.head)
         self.step = 0
         self._plan()
@@ -187,7 +192,9 @@ class Trainer:
         factor = self.schedule.factor(self.step)
         set_lr(self.optimizer, factor)
         row_optimizer = self.head.head_optimizer
-        if row_optimizer is not None:
+        if self.classes is not None:
+            self.classes.set_lr(self.config.optim.lr * factor)
+        elif row_optimizer is not None:
             row_optimizer.lr = row_optimizer.initial_lr * factor
         seeds = np.random.SeedSequence([self.config.seed, self.step, self.fleet.rank])
         torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]) & (2**63 - 1))
@@ -211,6 +218,8 @@ class Trainer:
     def close(self) -> None:
         """Ends the reading processes and closes the metrics files."""
         self.loader.close()
+        if self.classes is not None:
+            self.classes.close()
         if self.log is not None:
             self.log.close()
 
@@ -228,7 +237,11 @@ class Trainer:
 
     def save(self) -> Path:
         self.fleet.meet(self.optimizer)
+        if self.classes is not None:
+            self.classes.save(self.step)
         path = self.checkpoints.save(self.step, extra=self._about(), **self.parts())
+        if self.classes is not None:
+            self.classes.tidy()
         self._last_saved = self.step
         return path
 
@@ -240,6 +253,8 @@ class Trainer:
     def resume(self) -> bool:
         """Loads the newest checkpoint of the run's directory; False if there is none. Options are the config's."""
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        if self.classes is not None and (newest := self.checkpoints.newest()) is not None:
+            self.classes.load(newest)
         found = self.checkpoints.load(extend_classes=self.config.head.extend_classes, **self.parts())
         if found is None:
             return False
@@ -269,6 +284,8 @@ class Trainer:
                 "; ".join(changes),
                 self.total_steps,
             )
+        if not resumed and self.classes is not None:
+            self.classes.check_new()
         if not resumed and config.model.weights:
             self._take_weights(config.model.weights)
 

@@ -1,6 +1,7 @@
 """Topologies: each gives the flat sum, on every number of ranks, size and type, and all ranks get the same bits."""
 
 import importlib.util
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -139,6 +140,52 @@ def test_a_wrong_topology_is_refused_on_all_ranks_at_its_first_sum() -> None:
     assert len({message.split(" on rank")[0] for message in run_ranks(3, body)}) == 1
 
 
+class Sorted(Topology):
+    """Each rank adds its own number first: the same sum, in an order of its own."""
+
+    def reduce(self, flat: Tensor) -> None:
+        rows = self.everyone.all_gather(flat).wait().view(self.world_size, -1)
+        flat.copy_(flat + sum(row for rank, row in enumerate(rows) if rank != self.rank))
+
+
+class Whole(Topology):
+    """Sums whole numbers."""
+
+    def reduce(self, flat: Tensor) -> None:
+        flat.copy_(self.everyone.all_reduce(flat.round()).wait())
+
+
+class Short(Topology):
+    """Has room for so many numbers."""
+
+    def reduce(self, flat: Tensor) -> None:
+        self.everyone.all_reduce(flat[:4096]).wait()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Sorted, "for 3 real numbers|for 35 real numbers"),
+        (Whole, "for 1 real numbers .*but for its rounding"),
+        (Short, "at place 4096 .* for 20011 elements"),
+    ],
+)
+def test_what_a_small_sum_of_whole_numbers_does_not_show(kind: type[Topology], words: str) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ValueError, match=f"{kind.__name__}.reduce: got .*({words})|it right"):
+            kind(comm).check()
+
+    def told(comm: Communicator) -> str:
+        try:
+            kind(comm).check()
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    run_ranks(3, body)
+    assert any(re.search(words, message) for message in run_ranks(3, told))
+
+
 def test_the_thread_ends_with_its_topology() -> None:
     def body(comm: Communicator) -> None:
         way = Ring(comm)
@@ -208,6 +255,11 @@ def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "class Broken(Topology):\n"
         "    def reduce(self, flat):\n"
         "        flat.zero_()\n"
+        "class Needy(Plain):\n"
+        "    def __init__(self, comm, rows):\n"
+        "        super().__init__(comm)\n"
+        "class Empty(Topology):\n"
+        "    pass\n"
         "def other(comm):\n"
         "    return comm\n"
     )
@@ -227,6 +279,8 @@ def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("my_ways:Nothing", "expected an importable module:Class"),
         ("no_such_module:Way", "No module named"),
         ("my_ways:other", "made a ThreadCommunicator"),
+        ("my_ways:Needy", "missing 1 required positional argument: 'rows'; expected a class with the method reduce"),
+        ("my_ways:Empty", "abstract .*reduce.*; expected a class with the method reduce"),
         ("grid:2x2", "got 2 rows and 2 columns for 3 ranks"),
         ("hierarchical:2", "got 2 ranks a host for 3 ranks"),
     ):

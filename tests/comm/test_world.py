@@ -114,6 +114,42 @@ def test_launchers_are_understood(environment: str, expected: Launch | None, mon
     assert Launch.read() == expected
 
 
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ("RANK=0 MASTER_ADDR=h0 MASTER_PORT=1", "sets RANK but not WORLD_SIZE"),
+        ("RANK=4 WORLD_SIZE=4 MASTER_ADDR=h0 MASTER_PORT=1", "RANK=4, WORLD_SIZE=4.*expected 0 <= RANK < WORLD_SIZE"),
+        ("RANK=-1 WORLD_SIZE=4 MASTER_ADDR=h0 MASTER_PORT=1", "RANK=-1, WORLD_SIZE=4"),
+        ("RANK=0 WORLD_SIZE=two MASTER_ADDR=h0 MASTER_PORT=1", "WORLD_SIZE=two"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=x MASTER_ADDR=h0 MASTER_PORT=1", "LOCAL_RANK=x"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=h0 MASTER_PORT=http", "port http; expected"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=h0 MASTER_PORT=70000", "port 70000; expected"),
+        ("WORLD_SIZE=4 MASTER_ADDR=h0", "sets WORLD_SIZE=4 and MASTER_ADDR but no rank"),  # a Job that is not Indexed
+        ("JOB_COMPLETION_INDEX=0 MASTER_ADDR=h0", "sets JOB_COMPLETION_INDEX but not WORLD_SIZE"),
+        ("JOB_COMPLETION_INDEX=0 WORLD_SIZE=2", "sets JOB_COMPLETION_INDEX but not MASTER_ADDR"),
+        ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4", "sets OMPI_COMM_WORLD_RANK but not MASTER_ADDR"),
+        ("SLURM_PROCID=7 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=n1", "SLURM_PROCID=7, SLURM_STEP_NUM_TASKS=2"),
+        ("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=many SLURM_STEP_NODELIST=n1", "SLURM_STEP_NUM_TASKS=many"),
+    ],
+)
+def test_several_ranks_without_what_they_need(
+    environment: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never a world of one each, all of which would train and write to one folder."""
+    for word in environment.split():
+        monkeypatch.setenv(*word.split("=", 1))
+    with pytest.raises(ValueError, match=words):
+        Launch.read()
+
+
+@pytest.mark.parametrize("environment", ["JOB_COMPLETION_INDEX=3", "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1"])
+def test_a_process_of_its_own(environment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of many Jobs that have nothing to do with each other; mpirun of one."""
+    for word in environment.split():
+        monkeypatch.setenv(*word.split("=", 1))
+    assert Launch.read() is None
+
+
 def test_the_first_host_of_a_slurm_list() -> None:
     lists = {"n[007-010,12],m1": "n007", "gpu1,gpu2": "gpu1", "one": "one", "r[1-2]n3": "r1n3", "": ""}
     assert {nodes: first_host(nodes) for nodes in lists} == lists

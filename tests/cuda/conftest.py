@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from plsc.ops import kernels
+from plsc.ops.launching import CupyLauncher
 
 
 def load_shim() -> ModuleType:
@@ -43,11 +44,24 @@ def library(shim: ModuleType) -> Path:
 
 
 @pytest.fixture
-def launch(shim: ModuleType, library: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """launch(threads=, order=, workers=): from then on plsc.ops.kernels launches kernels on the CPU that way."""
+def launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """launch(threads=, order=, workers=): from then on plsc.ops.kernels launches kernels on the CPU that way.
+
+    PLSC_TEST_LAUNCHER=cupy launches them on GPU 0 instead (where no order can be asked for); "carried" takes the way of
+    the tensors there and back, and stays on the CPU.
+    """
+    where = os.environ.get("PLSC_TEST_LAUNCHER", "")
 
     def use(**how: int) -> Any:
-        launcher = shim.ShimLauncher(library, **how)
+        launcher: Any
+        if where == "cupy":
+            module, inner = load_shim(), CupyLauncher(0)
+            launcher = module.Carried(inner, torch.device("cuda", 0), threads=how.get("threads", inner.threads))
+        else:
+            shim, library = request.getfixturevalue("shim"), request.getfixturevalue("library")
+            launcher = shim.ShimLauncher(library, **how)
+            if where == "carried":
+                launcher = shim.Carried(launcher, torch.device("cpu"), threads=launcher.threads)
         monkeypatch.setattr(kernels, "launcher_for", lambda device: launcher)
         return launcher
 

@@ -1,6 +1,7 @@
 """Mishaps of users: full disks, names that are taken, labels far apart, names that mislead, archives cut or joined."""
 
 import io
+import itertools
 import logging
 import os
 import resource
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.data import ImageFolder, ImageList, LMDBImages, TarShards, convert, open_images, read_pairs, split
+from plsc import cli
+from plsc.data import ImageFolder, ImageList, LMDBImages, RecordIO, TarShards, convert, open_images, read_pairs, split
 from plsc.data.convert import Encoded
 from plsc.data.parquet import ParquetImages
 
@@ -96,6 +98,103 @@ def test_a_name_taken_meanwhile_is_left_alone(folder: Path, tmp_path: Path, targ
     with pytest.raises(ValueError, match="exists already"):
         convert(open_images(folder), tmp_path / "made" / target, progress=take)
     assert taken.read_bytes() == b"another's" and os.listdir(taken.parent) == [taken.name]
+
+
+def run_and_stop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], *numbers: signal.Signals
+) -> tuple[int, str]:
+    """Exit status and message of plsc-data, to which signals come at the 9th image, or as a small file is whole."""
+    read, sync, count = ImageFolder.encoded, os.fsync, itertools.count()
+
+    def stop() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # all come at once
+
+    def encoded(self: ImageFolder, i: int) -> bytes:
+        if next(count) == 8:
+            stop()
+        return read(self, i)
+
+    monkeypatch.setattr(ImageFolder, "encoded", encoded)
+    monkeypatch.setattr(os, "fsync", lambda file: stop() if args[0] in ("pairs", "align") else sync(file))
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    code = cli.data(args)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ((signal.SIGTERM,), 143),
+        ((signal.SIGHUP,), 129),
+        ((signal.SIGTERM, signal.SIGTERM, signal.SIGHUP), 143),
+        ((signal.SIGINT,), 130),
+    ],
+)
+def test_a_signal_leaves_nothing(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    target: str,
+    numbers: tuple[signal.Signals, ...],
+    code: int,
+) -> None:
+    args = ["convert", str(folder), str(tmp_path / "made" / target)]
+    ended, err = run_and_stop(monkeypatch, capsys, args, *numbers)
+    assert ended in (code, 129 if len(numbers) > 1 else code)  # of several, the system chooses the first
+    assert os.listdir(tmp_path / "made") == [] and err.count("\n") == 1 and "Traceback" not in err
+    assert err.startswith("interrupted" if code == 130 else "stopped by SIG")
+
+
+@pytest.mark.parametrize("command", ["split", "pairs", "align"])
+def test_a_signal_leaves_nothing_of_other_commands(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    made, marks = tmp_path / "made", tmp_path / "marks.txt"
+    made.mkdir()
+    args = {
+        "split": ["split", str(folder), str(made / "a"), str(made / "b.rec"), "--share", "0.34"],
+        "pairs": ["pairs", str(folder), str(made / "pairs.txt"), "--num-pairs", "4", "--folds", "1"],
+        "align": ["align", str(folder), str(made / "a.tar"), "--landmarks", str(marks)],
+    }[command]
+    marks.write_text("P0/P0_0001.jpg 2 2 5 2 4 4 2 6 5 6\n")
+    args += ["--save-landmarks", str(made / "found.txt")] if command == "align" else []
+    ended, err = run_and_stop(monkeypatch, capsys, args, signal.SIGTERM)
+    assert ended == 143 and err == "stopped by SIGTERM: what was not whole is removed\n"
+    assert os.listdir(made) == (["a"] if command == "split" else [])  # of a split, the first is whole
+
+
+@pytest.mark.parametrize("kind", ["rec", "tar"])
+def test_a_signal_leaves_no_draft_of_a_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nor does a full disk."""
+    path = tmp_path / "made" / f"a.{kind}"
+    convert(open_images(folder), path)
+    (tmp_path / "made/a.idx").unlink(missing_ok=True)  # made anew: by a draft, too
+    opened = {"rec": RecordIO, "tar": TarShards}[kind]
+    before = sorted(os.listdir(path.parent))
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fail)
+        with pytest.raises(KeyboardInterrupt):
+            opened(path, cache=path.parent / "cache")
+    assert sorted(os.listdir(path.parent)) == before
+    opened(path)
+    before = sorted(os.listdir(path.parent))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fail)
+        with pytest.raises(KeyboardInterrupt):
+            opened(path, cache=path.parent / "cache")
+    assert sorted(os.listdir(path.parent)) == before
 
 
 def test_archives_of_an_earlier_conversion_are_not_mixed_in(folder: Path, tmp_path: Path) -> None:

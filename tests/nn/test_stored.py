@@ -294,6 +294,40 @@ def test_a_checkpoint_beside_another_save_is_noticed(tmp_path: Path, caplog: pyt
     assert int(again.num_steps) == 2 * STEPS
 
 
+def file_of(folder: Path, start: int, stop: int) -> Path:
+    return folder / f"classes-{start:012d}-{stop:012d}-of-{CLASSES:012d}.table"
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 2), (2, 3)], ids=str)
+def test_more_classes_than_were_saved(worlds: tuple[int, int], tmp_path: Path) -> None:
+    """Shards are cut elsewhere then; every old class is with the rank that has it now, the new ones are unborn."""
+    rows = torch.cat(run_ranks(worlds[0], saved_rows, tmp_path))
+    grown = torch.cat(run_ranks(worlds[1], loaded_rows, tmp_path, CLASSES + 901))
+    assert torch.equal(grown[:CLASSES], rows)
+    fresh = make_table("adamw").pull(torch.arange(CLASSES, CLASSES + 901), create=False)
+    assert torch.equal(grown[CLASSES:], fresh)
+    with pytest.raises(
+        ValueError, match=f"holds {CLASSES} classes, this head {CLASSES - 1}; classes are never dropped"
+    ):
+        run_ranks(1, loaded_rows, tmp_path, CLASSES - 1)
+
+
+def saved_rows(comm: Communicator, folder: Path) -> Tensor:
+    head = make_head(make_table("adamw"), comm)
+    train(head)
+    head.save_classes(folder)
+    return head.rows(0, head.shard.size)
+
+
+def loaded_rows(comm: Communicator, folder: Path, classes: int) -> Tensor:
+    store = make_table("adamw")
+    head = plsc.ClassParallelHead(DIM, classes, weight=store, comm=comm, sample_rate=RATE)
+    assert isinstance(head, StoredHead)
+    head.load_classes(folder)
+    assert all(((keys >= head.shard.start) & (keys < head.shard.stop)).all() for keys, _ in store.items())
+    return head.rows(0, head.shard.size)
+
+
 def test_bad_saves(tmp_path: Path) -> None:
     head = make_head(make_table())
     with pytest.raises(ValueError, match="no file of save_classes"):
@@ -302,13 +336,14 @@ def test_bad_saves(tmp_path: Path) -> None:
         run_ranks(world, lambda comm: make_head(make_table(), comm).save_classes(tmp_path))
     with pytest.raises(ValueError, match="one file of each rank of one world"):
         head.load_classes(tmp_path)
-    for path in tmp_path.glob("*of-00003*"):
-        path.unlink()
+    third = -(-CLASSES // 3)
+    for start in (0, third, 2 * third):
+        file_of(tmp_path, start, min(start + third, CLASSES)).unlink()
     train(head)
     old = head.save_classes(tmp_path / "alone")
     with pytest.raises(ValueError, match="expected a new one"):
         head.load_classes(tmp_path / "alone")
-    old.replace(tmp_path / "classes-00001-of-00002.table")  # of another step than the first file
+    old.replace(file_of(tmp_path, CLASSES // 2, CLASSES))  # of another step than the first file
     with pytest.raises(ValueError, match=r"different steps \(step 0, step 6\)"):
         make_head(make_table()).load_classes(tmp_path)
     with pytest.raises(ValueError, match="differ in seed"):

@@ -142,6 +142,9 @@ def test_bad_calls() -> None:
         (lambda: layer(line), "offsets"),
         (lambda: layer(square, torch.zeros(2, dtype=torch.long)), "offsets"),
         (lambda: layer(square, weights=torch.ones(2)), "weights"),
+        (lambda: layer(square, weights=torch.ones(2, 2).double()), "float32"),
+        (lambda: layer(square.numpy()), "got a ndarray"),
+        (lambda: layer([[1, 2]]), "got a list"),
         (lambda: SparseEmbedding(Table(4), pooling="max"), "pooling"),
         (lambda: SparseEmbedding(Table(4), pooling="mean")(square, weights=torch.ones(2, 2)), "weights"),
     ]:
@@ -159,6 +162,37 @@ def test_lists_of_bags_and_unsigned_keys() -> None:
     for ids, offsets in ((bags, torch.tensor([0])), ([], None), ([torch.zeros(1, 1, dtype=torch.int64)], None)):
         with pytest.raises(ValueError, match="got a list"):
             layer(ids, offsets)
+
+
+def test_what_a_bag_has_and_a_table_has_not_is_refused() -> None:
+    for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"include_last_offset": True}, {"mode": "max"}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+            SparseEmbedding.from_bag(nn.EmbeddingBag(4, 2, **options), rule="sgd", lr=0.1)
+    with pytest.raises(ValueError, match="got Embedding"):
+        SparseEmbedding.from_bag(nn.Embedding(4, 2), rule="sgd", lr=0.1)
+    with pytest.raises(ValueError, match="got NoneType"):
+        SparseEmbedding(None)
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 3, 1], [0, 9], [1, 2], [0, -2], [], [0.0, 2.0], [[0, 2]]], ids=lambda offsets: str(offsets)
+)
+def test_bad_offsets(offsets: list) -> None:
+    layer = SparseEmbedding(Table(3))
+    with pytest.raises(ValueError, match="offsets: got"):
+        layer(torch.arange(4), torch.tensor(offsets))
+    with pytest.raises(ValueError, match="offsets: got"):
+        layer(torch.arange(0), torch.tensor([0, 1]))
+    assert len(layer.table) == 0  # refused before any row was made
+
+
+def test_padding_keys_are_taken_bit_for_bit() -> None:
+    signed, unsigned = (SparseEmbedding(Table(3), padding_key=key) for key in (-1, 2**64 - 1))
+    ids = torch.tensor([[-1, 2], [-1, -1]])
+    assert torch.equal(signed(ids), unsigned(ids)) and (signed(ids)[1] == 0).all()
+    for key in ("0", 2**64, 1.0):
+        with pytest.raises(ValueError, match="padding_key"):
+            SparseEmbedding(Table(3), padding_key=key)
 
 
 def test_an_embedding_bag_is_swapped_in_one_line() -> None:
@@ -206,3 +240,6 @@ def test_hashed_strings() -> None:
         __import__("hashlib").blake2b(b"plsc", digest_size=8).digest(), "little"
     )
     assert len(hash_strings([])) == 0
+    for wrong in ("plsc", b"plsc", [b"plsc"], [None]):
+        with pytest.raises(ValueError, match="strings: got"):
+            hash_strings(wrong)

@@ -297,6 +297,30 @@ def test_rolling_restart_loses_nothing(processes: Callable[..., Processes]) -> N
 
 
 @pytest.mark.slow
+def test_more_servers_from_a_save(processes: Callable[..., Processes]) -> None:
+    """Killed after a save, its rows spread over three new processes, where workers go on."""
+    made = processes()
+    server = made.serve(0, 1)
+    finished(made.work(0, 300))
+    ask(made.addresses, "save", {"name": "moving"})
+    server.kill()
+    server.wait()
+    names = [f"server-{index}" for index in range(3)]
+    (made.folder / names[0]).rename(made.folder / "old")
+    assert reshard([made.folder / "old" / "moving"], [made.folder / name for name in names]) == len(KEYS)
+    made.ports.clear()
+    servers = [made.serve(index, 3) for index in range(3)]
+    workers = [made.work(rank, 2000) for rank in (1, 2)]
+    time.sleep(0.3)
+    servers[1].kill()
+    servers[1].wait()
+    made.serve(1, 3)
+    finished(*workers)
+    with connect(made.addresses, table="clicks") as store:
+        np.testing.assert_array_equal(store.pull(KEYS), expected([0], 300) + expected([1, 2], 2000))
+
+
+@pytest.mark.slow
 def test_worker_killed_and_another_joins(processes: Callable[..., Processes]) -> None:
     made = processes()
     made.serve(0, 1)

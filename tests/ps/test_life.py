@@ -1,5 +1,7 @@
 """Life of a key: admission, counters and their decay, eviction by age, by score, and at a bound."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -79,6 +81,38 @@ def test_bound_within_one_batch() -> None:
     np.testing.assert_array_equal(table.pull(keys), free.pull(keys))
     assert 3000 < len(table) <= 4096
     assert table.stats()["arena_bytes"] < free.stats()["arena_bytes"] / 2 + (32 << 20)
+
+
+@pytest.mark.parametrize("start", [2**32 - 3, 2**32 - 7, 2**32 - 25])
+def test_the_clock_goes_round(start: int, tmp_path: Path) -> None:
+    """After 2^32 pushes ages, bounds and deltas are those of a table that is not so old."""
+
+    def life(clock: int) -> list[object]:
+        table, found = Table(2, max_rows=1024, stripes=1), []
+        table._core.set_clock(clock)
+        for key in range(10):
+            push(table, key)
+        table.save(tmp_path / "base")
+        push(table, 3, 100)
+        found.append(table.save(tmp_path / "delta", delta=True))
+        loaded = Table.load(tmp_path / "base", deltas=tmp_path / "delta", max_rows=1024, stripes=1)
+        for each in (table, loaded):
+            found += [each.evict(max_age=4), has(each, *range(10), 100)]
+            for first in range(0, 4000, 100):
+                push(each, *range(first, first + 100))
+            found.append(has(each, *range(4000)))
+        return found
+
+    assert life(start) == life(1)
+
+
+def test_bad_ages_and_scores() -> None:
+    table = Table(2, counters=True)
+    for wrong in ({"max_age": -1}, {"max_age": 2.5}, {"min_score": float("nan")}, {"max_age": 1, "show_weight": "1"}):
+        with pytest.raises(ValueError, match=next(reversed(wrong))):
+            table.evict(**wrong)
+    with pytest.raises(ValueError, match="factor"):
+        table.decay(float("nan"))
 
 
 def test_what_needs_counters_says_so() -> None:

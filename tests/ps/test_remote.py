@@ -13,9 +13,7 @@ import torch
 
 from plsc.ps import Adagrad, SparseEmbedding, Table
 from plsc.ps import wire as w
-from plsc.ps.discovery import publish
 from plsc.ps.geo import Geo
-from plsc.ps.launch import free_ports
 from plsc.ps.modes import Async, Communicator, Direct, HalfAsync, Sync
 from plsc.ps.remote import RemoteStore, connect
 from plsc.ps.server import Server
@@ -169,22 +167,6 @@ def test_an_embedding_trains_on_servers_as_on_a_table(cluster: Callable[..., Clu
     layers[1].eval()
     assert torch.equal(layers[1](torch.arange(60).view(20, 3)), layers[0].eval()(torch.arange(60).view(20, 3)))
     assert "dim=4" in repr(layers[1]) and layers[1].state_dict()
-
-
-def test_servers_are_found_through_a_tcp_store(cluster: Callable[..., Cluster]) -> None:
-    made = cluster(2)
-    (port,) = free_ports(1)
-    endpoint, held = f"127.0.0.1:{port}", []
-    for index, server in enumerate(made.servers):
-        held.append(publish(endpoint, run="night", index=index, count=2, address=server.address))
-    with connect(f"tcpstore://{endpoint}", table="clicks", run="night") as store:
-        assert store.pull(KEYS).shape == (len(KEYS), DIM)
-    again = publish(endpoint, run="day", index=0, count=2, address="127.0.0.1:1")  # the store is there already
-    with pytest.raises(ValueError, match=r"did not name all servers of run 'day' within 0\.3 s"):
-        connect(f"tcpstore://{endpoint}", table="clicks", run="day", patience=0.3)
-    with pytest.raises(ValueError, match="expected host:port of a TCPStore"):
-        connect("tcpstore://nowhere", table="clicks")
-    del again
 
 
 @pytest.mark.parametrize("workers", [1, 3])

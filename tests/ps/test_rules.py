@@ -1,5 +1,7 @@
 """Each rule against torch's optimizer, or against its paper's formula in float64 where torch has none."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -254,6 +256,32 @@ def test_cpp_rule_decays_clips_refuses_and_is_saved(lion: Path, tmp_path: Path) 
     for each in (table, again):
         each.push(keys, grads[::-1].copy())
     np.testing.assert_array_equal(again.pull(keys), table.pull(keys))
+
+
+def test_python_goes_on_while_the_core_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that waits for what only another Python thread can do: with the GIL held, neither would go on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "wait.cc").write_text(
+        """
+#include <atomic>
+#include "plsc_rule.h"
+int plsc_rule_state(int, const float*) { return 0; }
+void plsc_rule_step(float* value, float*, const float* grad, int, float, const float*) {
+  volatile float* const flag = const_cast<float*>(grad);
+  *flag = 1.0f;
+  for (long turns = 0; *flag == 1.0f && turns < 3000000000; ++turns) {}
+  value[0] = *flag;
+}
+"""
+    )
+    table, grads = Table(1, rule=NativeRule(tmp_path / "wait.cc")), np.zeros((1, 1), np.float32)
+    pushing = threading.Thread(target=table.push, args=(np.zeros(1, np.uint64), grads))
+    pushing.start()
+    while pushing.is_alive() and grads[0, 0] == 0.0:
+        time.sleep(0.001)
+    grads[0, 0] = 7.0
+    pushing.join()
+    assert table.pull(np.zeros(1, np.uint64))[0, 0] == 7.0
 
 
 @pytest.mark.parametrize("durability", ["save", "log"])

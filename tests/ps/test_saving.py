@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plsc.ps import RULES, PythonRule, Table
+from plsc.ps import RULES, Adagrad, PythonRule, Table
 
 KEYS = np.random.default_rng(0).integers(0, 2**64 - 1, 3000, np.uint64)
 
@@ -113,6 +113,36 @@ def test_every_cut_and_flip_is_noticed(tmp_path: Path) -> None:
         Table.load(path)
     with pytest.raises(OSError, match="No such file"):
         Table.load(tmp_path / "missing")
+
+
+def test_rules_of_the_project_come_from_the_file(tmp_path: Path) -> None:
+    filled().save(tmp_path / "t")
+    for rule in (Adagrad(eps=1e-3), "adagrad", Halve()):
+        with pytest.raises(ValueError, match="leave rule out"):
+            Table.load(tmp_path / "t", rule=rule)
+
+
+MEMORY = """
+import sys
+import numpy as np
+from plsc.ps import Table
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) << 10
+table = Table(64, stripes=4)
+for start in range(0, 400_000, 50_000):
+    table.pull(np.arange(start, start + 50_000, dtype=np.uint64))
+before = peak()
+table.save(sys.argv[1])
+table.save(sys.argv[1] + ".delta", delta=True)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_saving_needs_megabytes(tmp_path: Path) -> None:
+    """Rows of 200 MB go to the disk through a block at a time."""
+    run = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "t"], capture_output=True, text=True, timeout=120)
+    assert (tmp_path / "t").stat().st_size > 200 << 20 and int(run.stdout) < 8 << 20, run.stderr
 
 
 FULL_DISK = """

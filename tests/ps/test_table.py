@@ -1,9 +1,11 @@
 """The sparse table: what pull and push answer, where rows come from, what is refused."""
 
 import contextlib
+import copy
 import ctypes
 import multiprocessing
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from plsc.ps import RULES, Table
+from plsc.ps.arrays import as_floats, as_keys, as_output, empty_like_kind
 
 MASK = 2**64 - 1
 
@@ -108,6 +111,28 @@ def test_kind_that_came_in_goes_out() -> None:
     np.testing.assert_array_equal(table.pull(strided), table.pull(strided.copy()))
 
 
+def test_arrays_are_used_where_they_are() -> None:
+    """Numpy and torch, keys and floats: what the core reads and writes is the caller's memory."""
+    keys, floats = np.arange(3, dtype=np.uint64), np.zeros((3, 2), np.float32)
+    for x, y in ((keys, floats), (torch.arange(3), torch.zeros(3, 2)), (torch.arange(3).to(torch.uint64), floats)):
+        assert np.shares_memory(as_keys(x), np.asarray(x)) and np.shares_memory(
+            as_floats(y, (3, 2), "y"), np.asarray(y)
+        )
+        out, memory = empty_like_kind(x, (3, 2))
+        assert np.shares_memory(np.asarray(out), memory) and np.shares_memory(as_output(y, (3, 2)), np.asarray(y))
+
+
+def test_whole_numbers_of_numpy_are_taken() -> None:
+    table = Table(np.int64(4), seed=np.uint64(3), stripes=np.int32(2), lr=np.float32(0.5))
+    np.testing.assert_array_equal(table.pull(keys_of(1)), Table(4, seed=3).pull(keys_of(1)))
+
+
+def test_tables_are_not_copied() -> None:
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="save it and load"):
+            copied(Table(4))
+
+
 def test_empty_batches() -> None:
     table = Table(4)
     nothing = np.empty(0, np.uint64)
@@ -128,6 +153,29 @@ def test_gradients_that_are_not_finite(rule: str, bad: float) -> None:
     assert table.push(keys[[0, 2]], grads[[0, 2]]) == 2
     np.testing.assert_array_equal(table.pull(keys), before)
     assert table.stats()["refused"] == 2
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("rule", ["sgd", "ftrl"])
+def test_other_numbers_that_are_not_finite(bad: float, rule: str) -> None:
+    """Differences and counts are refused and counted as gradients are; values from outside are an error."""
+    table, keys = Table(5, rule=rule, counters=True), keys_of(1, 2)
+    table.push(keys, np.ones((2, 5), np.float32))
+    rows, counters = table.pull(keys), table.counters(keys)
+    floats = np.ones((2, 5), np.float32)
+    floats[1, 4] = bad
+    assert table.add(keys, floats) == 1
+    np.testing.assert_array_equal(table.pull(keys)[1], rows[1])
+    assert (table.pull(keys)[0] != rows[0]).all()
+    rows, counts = table.pull(keys), np.array([bad, 1], np.float32)
+    ones = np.ones((2, 5), np.float32)
+    assert table.push(keys[:1], ones[:1], shows=counts[:1]) == table.push(keys[:1], ones[:1], clicks=counts[:1]) == 1
+    np.testing.assert_array_equal(table.pull(keys), rows)
+    np.testing.assert_array_equal(table.counters(keys), counters)
+    with pytest.raises(ValueError, match="infinity for key 2"):
+        table.assign(keys, floats)
+    np.testing.assert_array_equal(table.pull(keys), rows)
+    assert table.stats()["refused"] == 3
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -255,6 +303,13 @@ def test_fork_takes_a_copy() -> None:
         ({"rule": "sdg"}, "adagrad"),
         ({"lr": 0.0}, "positive"),
         ({"lr": float("nan")}, "positive"),
+        ({"lr": "0.1"}, "positive"),
+        ({"init_scale": float("nan")}, "init_scale"),
+        ({"init_scale": -1.0}, "init_scale"),
+        ({"init_scale": 1e5, "dtype": "fp16"}, "at most 65504"),
+        ({"locked": "no"}, "True or False"),
+        ({"max_rows": 1e6}, "whole number"),
+        ({"admit_probability": "half"}, "admit_probability"),
         ({"init": "gauss"}, "normal"),
         ({"dtype": "float16"}, "fp16"),
         ({"stripes": 48}, "power of two"),

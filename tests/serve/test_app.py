@@ -17,6 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
 
+from plsc.data import ImageFolder
 from plsc.serve.app import create_app
 from plsc.serve.bodies import Limits, parse_embeddings
 from plsc.serve.bundle import Bundle
@@ -91,6 +92,21 @@ def test_verification_is_the_cosine_and_the_measured_threshold(client: TestClien
     a, b = np.array(unit(1)), np.array(unit(2))
     given = client.post("/v1/verify", json={"embeddings": [list(a * 3), list(b)]}).json()
     assert abs(given["score"] - a @ b) < 1e-6
+
+
+def test_what_shines_through_is_black_as_in_training(client: TestClient, bundle: Bundle, tmp_path: Path) -> None:
+    """round(colour * alpha / 255), by the service and by the reader of training images alike."""
+    shades = np.broadcast_to(np.linspace(0, 255, 112).astype(np.uint8)[:, None], (112, 112))
+    seen = np.rint(draw(6) * (shades[..., None] / 255.0)).astype(np.uint8)
+    clear = encode(np.dstack([draw(6), shades]))
+    found = client.post("/v1/embed", files=[("image", clear)]).json()["embeddings"][0]
+    assert np.dot(found, bundle.model.embed(seen[None])[0][0]) > 0.9999
+    assert np.dot(found, offline(bundle, 6)[0]) < 0.99  # it does matter
+    (tmp_path / "someone").mkdir()
+    (tmp_path / "someone" / "a.png").write_bytes(clear)
+    trained = ImageFolder(tmp_path)[0][0]
+    assert np.abs(trained.astype(int) - seen).max() <= 1
+    np.testing.assert_allclose(found, bundle.model.embed(trained[None])[0][0], atol=1e-6)
 
 
 def test_a_form_with_its_end_is_whole(client: TestClient) -> None:

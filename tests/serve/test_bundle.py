@@ -167,6 +167,11 @@ def test_writing_replaces_a_bundle_and_nothing_else(make_bundle: Callable[..., P
     (tmp_path / "home" / "diary.txt").write_text("x")
     with pytest.raises(ValueError, match="is not a bundle; expected a new folder"):
         make_bundle(tmp_path / "home")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(ValueError, match="is not a bundle; expected a new folder"):
+            make_bundle(tmp_path / name)
     with pytest.raises(ValueError, match="expected one of fp32, fp16, int8"):
         make_bundle(tmp_path / "b", storage="int4")
     assert Bundle.open(tmp_path / "b").manifest.storage == "int8"

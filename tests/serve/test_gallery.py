@@ -210,6 +210,38 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     opened(tmp_path / "g").close()
 
 
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
+def test_its_files_are_their_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    """Faces are personal data: made, grown and written anew under any umask, and what a killed rewrite left goes."""
+    monkeypatch.setattr(gallery_module, "COMPACT_BYTES", 100)
+    (tmp_path / "g").mkdir()
+    (tmp_path / "g" / ".journal.0123abcd.tmp").write_bytes(b"Ada")
+    before = os.umask(umask)
+    try:
+        gallery = opened(tmp_path / "g")
+        gallery.add([NewEntry("a", unit(0), id="a", thumbnail=b"jpg" * 50)])
+        size = gallery._journal.size
+        gallery.remove(["a"])
+        assert gallery._journal.size < size  # it was written anew
+        gallery.close()
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "g").iterdir()}
+    assert modes.pop("journal") == 0o600 and modes.keys() == {"journal.lock"} and not modes["journal.lock"] & 0o077
+    (tmp_path / "g" / "journal.lock").chmod(0o600)
+    opened(tmp_path / "g").close()
+
+
+def test_files_that_others_can_read_are_narrowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened(tmp_path / "g").close()
+    path = tmp_path / "g" / "journal"
+    assert not caplog.text
+    for mode in (0o644, 0o660, 0o604):
+        path.chmod(mode)
+        opened(tmp_path / "g").close()
+        assert path.stat().st_mode & 0o777 == 0o600 and f"others could read it (mode {mode:o})" in caplog.text
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     opened(tmp_path / "g").close()
     with pytest.raises(ValueError, match="holds embeddings of the model 000000000000"):

@@ -1,13 +1,16 @@
 """The page in a real browser: search, compare, gallery, by mouse, keyboard and paste; nothing from afar."""
 
 import base64
+import io
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from .conftest import draw, encode
 from .running import Running
@@ -36,10 +39,16 @@ def server(bundle_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def page(browser: Any, server: Running) -> Iterator[Any]:
+def problems() -> list[str]:
+    """What went wrong in the page, and whom else it asked."""
+    return []
+
+
+@pytest.fixture
+def page(browser: Any, server: Running, problems: list[str]) -> Iterator[Any]:
     """A fresh page; at its end nothing may have failed, and nothing may have been asked of anybody else."""
     context = browser.new_context(viewport={"width": 1100, "height": 800})
-    found, problems = context.new_page(), []
+    found = context.new_page()
     found.on("pageerror", lambda error: problems.append(str(error)))
     found.on("console", lambda line: problems.append(line.text) if line.type == "error" else None)
     found.on(
@@ -140,6 +149,71 @@ def test_what_goes_wrong_is_said(page: Any) -> None:
     page.get_by_text("a.txt is not an image").wait_for()
 
 
+BAD = {
+    "text": {"name": "a.txt", "mimeType": "text/plain", "buffer": b"hello"},
+    "broken": {"name": "a.png", "mimeType": "image/png", "buffer": encode(draw(1))[:80]},
+}
+SAID = {"text": "a.txt is not an image", "broken": "image 0: broken or unknown image"}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_file_takes_old_results_along(page: Any, problems: list[str], kind: str) -> None:
+    """What was found for one image is never shown beside another, or beside none; a good one is answered again."""
+    page.locator("#drop-search input").set_input_files(image(3))
+    page.locator("#results").get_by_text("Person 3").wait_for()
+    page.locator("#drop-search input").set_input_files(BAD[kind])
+    page.locator("#message").get_by_text(SAID[kind]).wait_for()
+    page.locator("#results .empty").wait_for()
+    assert page.locator("#results li").count() == 1
+    assert page.locator("#search-time").inner_text() == page.locator("#worth").inner_text() == ""
+    assert page.locator("#drop-search img").count() == (kind == "broken")  # the picture that was asked about
+    page.locator("#drop-search input").set_input_files(image(4))
+    page.locator("#results").get_by_text("Person 4").wait_for()
+    assert page.locator("#message").is_hidden()
+
+    page.get_by_role("tab", name="Compare").click()
+    for place in ("first", "second"):
+        page.locator(f"#drop-{place} input").set_input_files(image(1))
+    page.get_by_text("The same").wait_for()
+    page.locator("#drop-second input").set_input_files(BAD[kind])
+    page.locator("#message").get_by_text(SAID[kind].replace("image 0", "image 1")).wait_for()
+    page.locator("#verdict").get_by_text("Two images" if kind == "text" else "No result").wait_for()
+    assert page.locator(".verdict").get_attribute("class") == "verdict card" and page.locator("#scale").is_hidden()
+    page.locator("#drop-second input").set_input_files(image(1))
+    page.get_by_text("The same").wait_for()
+
+    page.get_by_role("tab", name="Gallery").click()
+    page.locator("#drop-add input").set_input_files(image(1))
+    assert page.locator("#add-button").is_enabled()
+    page.locator("#drop-add input").set_input_files(BAD["text"])
+    assert page.locator("#add-button").is_disabled()
+    problems[:] = [one for one in problems if "422" not in one]  # the console's line of each refusal
+
+
+def test_a_late_answer_is_of_no_newer_image(page: Any) -> None:
+    """An image whose answer is slow, then a bad file: nothing of the first appears."""
+    held: list[Any] = []
+    page.route("**/v1/search*", lambda route: held.append(route))
+    page.locator("#drop-search input").set_input_files(image(3))
+    page.wait_for_timeout(200)
+    page.locator("#drop-search input").set_input_files(BAD["text"])
+    page.get_by_text("a.txt is not an image").wait_for()
+    with page.expect_response("**/v1/search*"):
+        held[0].continue_()
+    page.wait_for_timeout(200)
+    assert page.locator("#results").inner_text() == "The nearest classes of an image appear here."
+    assert page.get_by_text("a.txt is not an image").is_visible()
+
+
+def test_what_shines_through_is_shown_as_the_network_sees_it(page: Any) -> None:
+    """Black: a picture of the place, where the image is transparent."""
+    clear = np.dstack([draw(3), np.zeros((112, 112), np.uint8)])
+    page.locator("#drop-search input").set_input_files({**image(3), "buffer": encode(clear)})
+    page.locator("#drop-search img").wait_for()
+    shown = Image.open(io.BytesIO(page.locator("#drop-search").screenshot())).convert("RGB")
+    assert shown.getpixel((shown.width // 2, shown.height // 2)) == (0, 0, 0)
+
+
 def test_light_and_dark_and_a_narrow_screen(page: Any) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(ground)
@@ -176,6 +250,7 @@ def test_the_page_asks_for_the_token(browser: Any, bundle_path: Path) -> None:
         page.locator("#token").fill(TOKEN)
         page.get_by_role("button", name="Use it").click()
         page.get_by_text("30 classes").wait_for()
+        assert page.get_by_role("link", name="metrics").count() == 0  # it would be answered 401
         page.locator("#drop-search input").set_input_files(image(9))
         page.locator("#results li").first.get_by_text("Person 9").wait_for()
         page.locator("#results li img").first.wait_for()

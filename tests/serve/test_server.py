@@ -57,6 +57,25 @@ def test_the_client_says_what_the_model_says(server: Running, bundle: Bundle, tm
 
 
 @slow
+def test_head_and_options_leave_the_connection_in_order(server: Running) -> None:
+    """On one connection: what comes after an answer without a body is the next answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    for method, path, status in (
+        ("HEAD", "/", 200),
+        ("OPTIONS", "/v1/gallery", 204),
+        ("HEAD", "/v1/embed", 405),
+        ("HEAD", "/nowhere", 404),
+        ("HEAD", "/metrics", 200),
+    ):
+        connection.request(method, path)
+        line = connection.sock
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (status, b""), path
+        connection.request("GET", "/healthz")
+        assert connection.sock is line and b'"ok"' in connection.getresponse().read()
+
+
+@slow
 def test_a_body_of_50_mb(server: Running) -> None:
     """Refused in words even while the client is still sending, and the service's memory does not hold it."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
@@ -192,6 +211,42 @@ def test_sigterm_answers_what_has_come(bundle_path: Path, tmp_path: Path) -> Non
     assert running.stop() == 0, words(running)
     asking.join()
     assert found[0][0]["name"] == "Person 6"
+
+
+@slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(bundle_path: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """The first waits for a half-sent request, even where it is sent twice; one after that says so, and ends."""
+    running = Running(bundle_path, "--gallery", str(tmp_path / "g"))
+    with Client(running.url) as client:
+        kept = client.add("Ada", [encode(draw(1))])
+    with socket.create_connection(("127.0.0.1", running.port)) as line:
+        line.sendall(
+            b"POST /v1/embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: 99\r\n\r\nx"
+        )
+        metrics = Client(running.url)._connection
+        for _ in range(300):
+            metrics.request("GET", "/metrics")
+            if "plsc_requests_in_flight 2" in metrics.getresponse().read().decode():
+                break
+            time.sleep(0.05)
+        metrics.close()
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.stdout is not None
+        for said in running.process.stdout:
+            if "stopping: 1 requests to answer" in said:
+                break
+        running.process.send_signal(signal.SIGTERM)  # at once: such as timeout(1) does
+        time.sleep(2)
+        assert running.process.poll() is None
+        line.settimeout(60)
+        assert running.stop(number) == -number
+        assert f"ended by a second {number.name}: 1 requests unanswered" in words(running)
+        assert "Traceback" not in words(running)
+        with suppress(ConnectionResetError):
+            assert line.recv(100) == b""
+    with Running(bundle_path, "--gallery", str(tmp_path / "g")) as again, Client(again.url) as client:
+        assert [one["id"] for one in client.gallery()["entries"]] == kept
 
 
 @slow

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.comm import Communicator, LocalCommunicator, run_ranks
+from plsc.models import iresnet18
 from plsc.strategies import SyncBatchNorm, convert_sync_bn, recompute
 
 
@@ -69,7 +70,7 @@ def train(net: nn.Module, *, amp: bool = False) -> tuple[Tensor, dict[str, Tenso
     return loss.detach(), {n: p.grad for n, p in net.named_parameters()}, net.state_dict()  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("policy", ["full", "every:2", "selective", "blocks:0"])
+@pytest.mark.parametrize("policy", ["full", "every:2", "selective", "blocks:0", "every:2 selective:0"])
 @pytest.mark.parametrize("kind", [Net, Listed])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("amp", [False, True])
@@ -97,9 +98,11 @@ def test_which_blocks() -> None:
     assert wrapped(recompute(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), "every:2")) == ["0"]
 
 
-@pytest.mark.parametrize(
-    "policy", ["all", "every:", "every:0", "every:-1", "every:two", "", "blocks:", "blocks:3-2", "blocks:a"]
-)
+ONE_WORD = ["all", "every:", "every:0", "every:-1", "every:two", "", "blocks:", "blocks:3-2", "blocks:a", "full:1"]
+CLAUSES = ["selective:", "selective:2-1", "selective:a", "selective full", "full every:2", "none full", "full  selective"]
+
+
+@pytest.mark.parametrize("policy", [*ONE_WORD, *CLAUSES, "selective selective"])
 def test_unknown_policy(policy: str) -> None:
     with pytest.raises(ValueError, match="every:k"):
         recompute(make(), policy)
@@ -211,8 +214,20 @@ def test_selective_does_not_repeat_products() -> None:
     assert selective["native_batch_norm"] == full["native_batch_norm"] > plain["native_batch_norm"]
 
 
+def test_selective_by_number_repeats_the_other_products() -> None:
+    """Of a residual block's two convolutions and its shortcut: what is kept does not run again, the rest once each."""
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    policies = ("none", "selective:0", "selective:1", "selective:0-2", "blocks:0-6 selective:1", "full")
+    plain, first, second, both, spared, full = (
+        counted(recompute(iresnet18(16, image_size=32), policy), x)["convolution"] for policy in policies
+    )
+    blocks, shortcuts = 8, 4
+    assert both == plain and full == plain + 2 * blocks + shortcuts
+    assert first == second == plain + blocks + shortcuts and spared == second - 1
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("policy", ["full", "selective", "selective:1", "selective:0"])
 def test_attention_with_and_without_dropout(policy: str, dropout: float) -> None:
     """Random numbers are drawn in the same order, whatever is kept."""
 
@@ -240,6 +255,7 @@ def test_attention_with_and_without_dropout(policy: str, dropout: float) -> None
 def test_listed_blocks() -> None:
     assert wrapped(recompute(make(), "blocks:0,2-3")) == ["layer1.0", "layer1.2", "layer2.0"]
     assert wrapped(recompute(recompute(make(), "full"), "blocks:4")) == ["layer2.1"]
+    assert wrapped(recompute(make(), "blocks:4 selective:0")) == ["layer2.1"]
     with pytest.raises(ValueError, match=r"got 'blocks:1,7' for 5 blocks, expected numbers below that"):
         recompute(make(), "blocks:1,7")
 
@@ -254,4 +270,5 @@ def test_selective_on_the_models(name: str) -> None:
         net(torch.randn(2, 3, 32, 32)).square().sum().backward()
         return [param.grad for param in net.parameters() if param.grad is not None]
 
-    assert all(torch.equal(a, b) for a, b in zip(grads("none"), grads("selective"), strict=True))
+    for policy in ("selective", "selective:1", "blocks:0-2 selective:2"):
+        assert all(torch.equal(a, b) for a, b in zip(grads("none"), grads(policy), strict=True)), policy

@@ -11,7 +11,7 @@ from plsc.comm import Communicator, LocalCommunicator, run_ranks
 from plsc.data.embeddings import read_embeddings
 from plsc.train import bulk
 from plsc.train.bulk import embed_to_file
-from plsc.train.export import model_digest
+from plsc.train.export import export_centres, model_digest
 
 N, SIZE = 53, 6
 
@@ -51,7 +51,11 @@ class Net(nn.Module):
 
 
 def embed(
-    target: Path, comm: Communicator | None = None, data: Numbered | None = None, net: nn.Module | None = None
+    target: Path,
+    comm: Communicator | None = None,
+    data: Numbered | None = None,
+    net: nn.Module | None = None,
+    **options: bool,
 ) -> None:
     embed_to_file(
         net or Net(),
@@ -61,6 +65,7 @@ def embed(
         comm=comm or LocalCommunicator(),
         batch_size=4,
         piece_rows=10,
+        **options,
     )
 
 
@@ -116,6 +121,65 @@ def test_pieces_of_another_model_are_not_taken(tmp_path: Path, caplog: pytest.Lo
     assert "pieces of another digest are thrown away" in caplog.text
     embed(tmp_path / "b.safetensors", net=other)
     assert target.read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+class Others(Numbered):
+    """The same labels and names, other images."""
+
+    def encoded(self, i: int) -> bytes:
+        return b"%d" % i
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".parquet"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_whole_file_is_kept_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str, ranks: int
+) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    target, net, other, data = tmp_path / f"a{suffix}", Net(), Net(), Numbered()
+    with torch.no_grad():
+        other.fc.weight.mul_(-1)
+
+    def again(data: Numbered, net: nn.Module = net, **options: bool) -> None:
+        run_ranks(ranks, lambda comm: embed(target, comm, data, net, **options))
+
+    again(Numbered())
+    content = target.read_bytes()
+    with caplog.at_level("INFO"):
+        again(data)
+    assert "complete already: " in caplog.text and data.read == 0 and target.read_bytes() == content
+    relabelled = Numbered()
+    relabelled.labels = relabelled.labels + 1
+    for given, words in (
+        ((data, other), "embeddings of another model, expected"),
+        ((Others(),), "embeddings of other data, expected"),
+        ((relabelled,), "embeddings of other data, expected"),
+        ((Others(), other), "embeddings of another model, of other data, expected"),
+    ):
+        with pytest.raises(ValueError, match=rf"a{suffix}: got {words}.* --out, or --overwrite"):
+            again(*given)
+    with pytest.raises(ValueError, match="with flip true, expected"):
+        again(data, flip=False)
+    assert target.read_bytes() == content and not Path(f"{target}.parts").exists()
+    again(data, other, overwrite=True)
+    embed(tmp_path / f"b{suffix}", net=other)
+    assert target.read_bytes() == (tmp_path / f"b{suffix}").read_bytes() != content
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.parquet"])
+def test_files_of_others_are_not_written_over(tmp_path: Path, name: str) -> None:
+    target = tmp_path / name
+    for write in (lambda: target.write_bytes(b"x"), lambda: embed_centres(target)):
+        write()
+        content = target.read_bytes()
+        with pytest.raises(ValueError, match=rf"{name}: got a file that plsc-embed has not written, expected none"):
+            embed(target)
+        assert target.read_bytes() == content
+
+
+def embed_centres(target: Path) -> None:
+    export_centres(target, np.eye(3), digest="0" * 64)
 
 
 def test_a_half_written_piece_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from PIL import Image
 
 from plsc import cli
+from plsc.data import convert, open_images
 from plsc.train.build import FILES, MADE, build_data, build_eval, build_sets
 from plsc.train.config import Config, DataConfig, EvalConfig
 from plsc.train.failures import EXIT_USAGE, exit_code, told
@@ -26,7 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pixels = np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8)
             Image.fromarray(pixels).save(here / "images" / name / f"{name}_{i:04d}.png")
     (here / "empty").mkdir()
-    (here / "bytes.bin").write_bytes(bytes(range(256)))
+    for name in ("bytes", "bytes.bin"):
+        (here / name).write_bytes(bytes(range(256)))
     return here
 
 
@@ -89,7 +93,7 @@ def test_evaluation_settings_are_named(ask: dict[str, Any], text: str, here: Pat
 @pytest.mark.parametrize("kind", FILES)
 def test_every_kind_of_files(kind: str, here: Path) -> None:
     """What is not there, what holds nothing and what is of another kind, for training and for evaluation."""
-    for path in ("nope/x", "empty", "bytes.bin"):
+    for path in ("nope/x", "empty", "bytes"):
         trained, measured = refusal(config({"kind": kind, "path": path})), refusal(config(kind=kind, path=path))
         assert path in trained and trained.replace("data.path", "eval.path") == measured
     assert refusal(config({"kind": kind, "path": ""})) == (
@@ -98,6 +102,46 @@ def test_every_kind_of_files(kind: str, here: Path) -> None:
     assert refusal(config(kind=kind)) == (
         f"eval.path is not given; eval.kind {kind!r} reads from one, pass --eval.path PATH"
     )
+
+
+@pytest.fixture(scope="module")
+def containers(folder: Path) -> dict[str, str]:
+    """Paths of the images in every container, and the kind that fits each."""
+    found = {"images": "folder", "images.zip": "folder", "pairs.bin": "bin"}
+    shutil.make_archive(str(folder / "images"), "zip", folder / "images")
+    images = [path.read_bytes() for path in sorted((folder / "images").rglob("*.png"))]
+    (folder / "pairs.bin").write_bytes(pickle.dumps((images, [True] * 4)))
+    for name, kind in (
+        ("l.txt", "list"),
+        ("r.rec", "rec"),
+        ("R/train.rec", "rec"),
+        ("t.tar", "tar"),
+        ("T/t-{}.tar", "tar"),
+        ("p.parquet", "parquet"),
+        ("P/p.parquet", "parquet"),
+        ("m.lmdb", "lmdb"),
+    ):
+        if kind in ("parquet", "lmdb"):
+            pytest.importorskip({"parquet": "pyarrow", "lmdb": "lmdb"}[kind])
+        convert(open_images(folder / "images", image_size=8), folder / name)
+        found[name.partition("/")[0]] = kind
+    return found | {"T/t-*.tar": "tar"}
+
+
+@pytest.mark.parametrize("kind", [*FILES, "bin"])
+def test_a_path_of_another_kind_says_which_fits(kind: str, containers: dict[str, str], here: Path) -> None:
+    for path, fits in containers.items():
+        if fits == kind:
+            continue
+        text = refusal(config(kind=kind, path=path))
+        assert text.startswith(f"eval.path is {path!r}, which looks like kind {fits!r}, but eval.kind is {kind!r}; ")
+        assert f"expected --eval.kind {fits} (as {kind!r}: " in text
+        if kind != "bin":
+            text = refusal(config({"kind": kind, "path": path}))
+            assert ("--eval.kind bin with" if fits == "bin" else f"--data.kind {fits} (as") in text
+    for path, fits in containers.items():
+        if fits != "bin":  # what is said leads on
+            assert len(build_data(DataConfig(kind=fits, path=path, image_size=8), seed=0)) == 8
 
 
 @pytest.mark.parametrize("kind", MADE)

@@ -50,6 +50,13 @@ inline float float_of(uint32_t u) {
   return x;
 }
 
+// Whether none of n numbers is a NaN or an infinity.
+inline bool finite(const float* x, int n) {
+  uint32_t bad = 0;
+  for (int d = 0; d < n; ++d) bad |= static_cast<uint32_t>((bits_of(x[d]) & 0x7F800000u) == 0x7F800000u);
+  return bad == 0;
+}
+
 // bfloat16 and IEEE half, rounding to nearest even. Values beyond the range of a half become infinite.
 inline float from_bf16(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
 

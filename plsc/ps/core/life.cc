@@ -46,17 +46,18 @@ uint64_t Table::remove_where(Stripe& stripe, const std::function<bool(const Slot
 uint64_t Table::trim(Stripe& stripe) {
   struct Worth {
     float shows;
-    uint32_t seen;
+    uint32_t age;
     uint64_t hash;
     bool operator<(const Worth& o) const {
       if (shows != o.shows) return shows < o.shows;
-      return seen != o.seen ? seen < o.seen : hash < o.hash;
+      return age != o.age ? age > o.age : hash < o.hash;
     }
   };
+  const uint32_t now = clock_.load(std::memory_order_relaxed);
   const auto worth = [&](const Slot& slot, const char* row) {
     float shows = 0.0f;
     if (options_.least_shown) std::memcpy(&shows, row + spec_.layout.counters_at, 4);
-    return Worth{shows, slot.seen, mix(slot.key)};
+    return Worth{shows, now - slot.seen, mix(slot.key)};
   };
   std::vector<Worth> all;
   all.reserve(stripe.index.count());
@@ -74,9 +75,9 @@ uint64_t Table::evict(int64_t max_age, float min_score, float show_weight, float
   const Layout& layout = spec_.layout;
   for (auto& stripe : stripes_) {
     const Alone alone(gate_);  // a stripe at a time, so that training pauses briefly only
-    const auto now = static_cast<int64_t>(clock_.load(std::memory_order_relaxed));
+    const uint32_t now = clock_.load(std::memory_order_relaxed);
     gone += remove_where(*stripe, [&](const Slot& slot, const char* row) {
-      if (max_age >= 0 && now - static_cast<int64_t>(slot.seen) > max_age) return true;
+      if (max_age >= 0 && static_cast<int64_t>(now - slot.seen) > max_age) return true;
       if (!layout.counters || std::isnan(min_score)) return false;
       float counters[2];
       std::memcpy(counters, row + layout.counters_at, 8);
@@ -121,7 +122,7 @@ void Table::stripe_rows(int index, std::vector<uint64_t>& keys, std::vector<floa
 
 uint64_t Table::tick() {
   const Alone alone(gate_);  // calls under way have ended: what they touched is older than the new time
-  return clock_.fetch_add(1, std::memory_order_relaxed) + 1;
+  return ++clock_;
 }
 
 TableStats Table::stats() {

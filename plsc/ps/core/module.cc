@@ -140,7 +140,7 @@ NB_MODULE(_core, m) {
            [](Table& t, In<uint64_t> keys, In<float> deltas, float lr) {
              expect(deltas.size(), keys.size() * static_cast<size_t>(t.layout().dim), "deltas");
              const nb::gil_scoped_release release;
-             t.add(keys.data(), keys.size(), deltas.data(), lr);
+             return t.add(keys.data(), keys.size(), deltas.data(), lr);
            })
       .def("read_counters",
            [](Table& t, In<uint64_t> keys, Out<float> out) {

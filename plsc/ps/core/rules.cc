@@ -9,15 +9,10 @@
 #include "bits.h"
 
 namespace plsc {
+
 namespace {
 
 constexpr int kBiasSteps = 4096;
-
-bool finite(const float* g, int dim) {
-  uint32_t bad = 0;
-  for (int d = 0; d < dim; ++d) bad |= static_cast<uint32_t>((bits_of(g[d]) & 0x7F800000u) == 0x7F800000u);
-  return bad == 0;
-}
 
 // torch.optim.SGD.
 struct Sgd {
@@ -337,13 +332,14 @@ void initial_value(const RowSpec& spec, uint64_t key, float* out) {
   }
 }
 
-void add_value(const RowSpec& spec, float lr, char* row, const float* delta, float* scratch) {
+bool add_value(const RowSpec& spec, float lr, char* row, const float* delta, float* scratch) {
   const Layout& layout = spec.layout;
   const int dim = layout.dim;
+  if (!finite(delta, dim)) return false;
   read_value(layout, row, scratch);
   for (int d = 0; d < dim; ++d) scratch[d] += delta[d];
   write_value(layout, row, scratch);
-  if (spec.rule.kind != RuleKind::ftrl) return;
+  if (spec.rule.kind != RuleKind::ftrl) return true;
   // FTRL computes its value from (z, n) at every step: the z that gives the new value, or the nearest that gives 0.
   auto* const z = reinterpret_cast<float*>(row + layout.state_at);
   const float* const n = z + dim;
@@ -355,6 +351,7 @@ void add_value(const RowSpec& spec, float lr, char* row, const float* delta, flo
       z[d] = std::fmin(std::fmax(z[d], -l1), l1);
     }
   }
+  return true;
 }
 
 void give_birth(const RowSpec& spec, uint64_t key, char* row, float* scratch) {

@@ -66,8 +66,8 @@ Update update_of(const RowSpec& spec);  // null for a custom rule
 
 void read_value(const Layout& layout, const char* row, float* out);
 void write_value(const Layout& layout, char* row, const float* value);
-// Adds to a row's value; `scratch` holds dim floats.
-void add_value(const RowSpec& spec, float lr, char* row, const float* delta, float* scratch);
+// Adds to a row's value; false: a delta held a NaN or an infinity and the row is as it was. `scratch` holds dim floats.
+bool add_value(const RowSpec& spec, float lr, char* row, const float* delta, float* scratch);
 // What a row of this key starts as: the value alone, and the whole row with its state.
 void initial_value(const RowSpec& spec, uint64_t key, float* out);
 void give_birth(const RowSpec& spec, uint64_t key, char* row, float* scratch);

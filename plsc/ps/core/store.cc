@@ -159,13 +159,15 @@ uint64_t Table::save(const std::string& path, const std::string& header, uint64_
       const std::unique_ptr<Gate, void (*)(Gate*)> leave(&gate_, [](Gate* gate) { gate->leave(); });
       Stripe& stripe = *owned;
       const std::lock_guard<std::mutex> lock(stripe.mutex);
+      const uint32_t now = clock_.load(std::memory_order_relaxed);
+      const uint32_t oldest = since == 0 ? ~uint32_t{0} : now - static_cast<uint32_t>(since);
       stripe.index.settle();
       const Slots& all = stripe.index.slots();
       uint64_t at = 0;
       while (at < all.capacity()) {
         slots.clear();
         for (; at < all.capacity() && slots.size() < most; ++at) {
-          if (all[at].row != 0 && all[at].seen >= since) slots.push_back(&all[at]);
+          if (all[at].row != 0 && now - all[at].seen <= oldest) slots.push_back(&all[at]);
         }
         if (slots.empty()) break;
         const size_t n = slots.size(), bytes = n * (12 + stride);

@@ -312,7 +312,8 @@ uint64_t Table::push(const uint64_t* keys, size_t n, const float* grads, const f
   uint64_t refused = 0;
   batch(keys, n, Missing::admit, true, spec_.layout.stride, grads, 4 * dim, [&](size_t i, char* row, float* floats) {
     if (row == nullptr) return;
-    if (!update_(spec_, lr, row, grads + i * dim, floats)) {
+    const bool counts = (shows == nullptr || finite(shows + i, 1)) && (clicks == nullptr || finite(clicks + i, 1));
+    if (!counts || !update_(spec_, lr, row, grads + i * dim, floats)) {
       ++refused;
       return;
     }
@@ -356,11 +357,14 @@ void Table::scatter(const uint64_t* keys, size_t n, const float* values, const f
   });
 }
 
-void Table::add(const uint64_t* keys, size_t n, const float* deltas, float lr) {
+uint64_t Table::add(const uint64_t* keys, size_t n, const float* deltas, float lr) {
+  uint64_t refused = 0;
   clock_.fetch_add(1, std::memory_order_relaxed);
   const auto dim = static_cast<size_t>(spec_.layout.dim);
   batch(keys, n, Missing::create, true, spec_.layout.stride, deltas, 4 * dim,
-        [&](size_t i, char* row, float* floats) { add_value(spec_, lr, row, deltas + i * dim, floats); });
+        [&](size_t i, char* row, float* floats) { refused += !add_value(spec_, lr, row, deltas + i * dim, floats); });
+  refused_.fetch_add(refused, std::memory_order_relaxed);
+  return refused;
 }
 
 void Table::restore(const uint64_t* keys, size_t n, const char* seen, const char* rows) {

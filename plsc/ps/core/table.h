@@ -107,7 +107,8 @@ class Table {
 
   // rows[i] = the row of keys[i]. A missing key's row is born (create) or its initial value answered.
   void pull(const uint64_t* keys, size_t n, float* out, bool create);
-  // One step of the rule a (key, gradient) pair, in order; returns how many gradients were refused (NaN, infinite).
+  // One step of the rule a (key, gradient) pair, in order; returns how many were refused (a NaN or an infinity in
+  // gradient or counts).
   // `shows` and `clicks` may be null: 1 and 0.
   uint64_t push(const uint64_t* keys, size_t n, const float* grads, const float* shows, const float* clicks, float lr);
   // Values and optimizer state as floats, for rules that run elsewhere: `state` [n, layout().state] may be null.
@@ -116,7 +117,8 @@ class Table {
   // Sets rows, making those that are missing; state null: what a newborn has. only_present: missing keys are left out.
   void scatter(const uint64_t* keys, size_t n, const float* values, const float* state, bool only_present);
   // Adds deltas [n, dim] to values, making rows that are missing; optimizer state stays, but for FTRL's z, which follows.
-  void add(const uint64_t* keys, size_t n, const float* deltas, float lr);
+  // Returns how many were refused, as push.
+  uint64_t add(const uint64_t* keys, size_t n, const float* deltas, float lr);
   // Show and click counts [n, 2]; zeros for missing keys.
   void read_counters(const uint64_t* keys, size_t n, float* out);
   void contains(const uint64_t* keys, size_t n, uint8_t* out);
@@ -132,13 +134,14 @@ class Table {
   // One stripe's rows, as of one moment.
   void stripe_rows(int stripe, std::vector<uint64_t>& keys, std::vector<float>& values, std::vector<float>& state);
 
-  // Writes header and rows seen at or after `since` to a file beside `path`, syncs it, renames it to `path`.
+  // Writes header and rows seen at or after `since` (0: all) to a file beside `path`, syncs it, renames it to `path`.
   // Training may go on: each stripe is locked while it is written. Returns rows written; `cut` is the clock then.
   uint64_t save(const std::string& path, const std::string& header, uint64_t since);
   // Reads rows of such a file over those here; the header is the caller's to compare.
   uint64_t load(const std::string& path);
   static std::string read_header(const std::string& path);
-  // Moves the clock on and returns the new time: rows touched from now on are seen at or after it.
+  // Moves the clock on and returns the new time: rows touched from now on are seen at or after it. The clock is of 32
+  // bits and goes round: times are compared by their distance from now, so ages up to 2^32 pushes are told apart.
   uint64_t tick();
   void set_clock(uint64_t clock) { clock_.store(static_cast<uint32_t>(clock)); }
 

@@ -55,11 +55,28 @@ async function attempt(work) {
   }
 }
 
+const asked = { search: 0, compare: 0 };
+
+// What work gives, or undefined: something newer of its kind was asked for meanwhile, or it failed, which clears and is said.
+async function newest(kind, work, clear) {
+  const number = ++asked[kind];
+  try {
+    tell(null);
+    const found = await work();
+    return number === asked[kind] ? found : undefined;
+  } catch (error) {
+    if (number !== asked[kind]) return undefined;
+    clear();
+    tell(error);
+    return undefined;
+  }
+}
+
 // ---- places to drop an image; pasting goes to the one that waits for it
 
 const drops = new Map();
 
-function dropPlace(id, words, taken) {
+function dropPlace(id, words, changed) {
   const place = $(id);
   const input = make("input");
   Object.assign(input, { type: "file", accept: "image/jpeg,image/png,image/webp,image/bmp" });
@@ -79,17 +96,20 @@ function dropPlace(id, words, taken) {
     },
     take(file) {
       if (!file) return;
-      if (!file.type.startsWith("image/")) return tell(`${file.name || "that"} is not an image`);
       self.clear();
-      self.file = file;
       if (shown) URL.revokeObjectURL(shown);
+      if (!file.type.startsWith("image/")) {
+        changed(); // what was found for another image goes
+        return tell(`${file.name || "that"} is not an image`);
+      }
+      self.file = file;
       shown = URL.createObjectURL(file);
       const image = make("img");
       Object.assign(image, { src: shown, alt: file.name || "pasted image" });
       text.hidden = true;
       place.prepend(image);
       place.classList.add("filled");
-      taken(file);
+      changed();
     },
   };
   input.addEventListener("change", () => self.take(input.files[0]));
@@ -153,37 +173,40 @@ function nothing(list, words) {
 
 // ---- search
 
-let searches = 0;
+function clearSearch(words) {
+  nothing($("results"), words);
+  for (const id of ["search-time", "worth"]) $(id).textContent = "";
+}
 
 async function search() {
   const file = drops.get("drop-search").file;
-  if (!file) return;
-  const number = ++searches;
-  await attempt(async () => {
-    const among = $("among").value;
-    const start = performance.now();
-    const found = await askJson(`/v1/search?k=${$("count").value}&among=${among}`, form(file));
-    if (among === "gallery") model = await askJson("/v1/model"); // others add to the gallery as well
-    if (number !== searches) return; // a later one was asked for
-    $("search-time").textContent = `answered in ${Math.round(performance.now() - start)} ms`;
-    const limit = strictest();
-    const cards = found.results[0].map((near) => {
-      const item = card(near.name ?? `class ${near.id}`, near.thumbnail);
-      const above = limit !== null && near.score >= limit.threshold;
-      item.classList.toggle("above", above);
-      const score = make("div", "score");
-      score.append(make("b", "", near.score.toFixed(3)), make("span", "", above ? "above 1:1" : ""));
-      const bar = make("div", "bar");
-      const inside = make("i");
-      inside.style.width = `${Math.max(0, near.score) * 100}%`;
-      bar.append(inside);
-      item.lastChild.append(score, bar);
-      return item;
-    });
-    if (cards.length) $("results").replaceChildren(...cards);
-    else nothing($("results"), "The gallery is empty.");
-    $("worth").textContent = cards.length ? worth(limit, among) : "";
+  const among = $("among").value;
+  const start = performance.now();
+  const found = await newest("search", async () => {
+    const answer = file && await askJson(`/v1/search?k=${$("count").value}&among=${among}`, form(file));
+    if (file && among === "gallery") model = await askJson("/v1/model"); // others add to the gallery as well
+    return answer;
+  }, () => clearSearch("No result: see above."));
+  if (found === null) clearSearch("The nearest classes of an image appear here.");
+  if (!found) return;
+  $("search-time").textContent = `answered in ${Math.round(performance.now() - start)} ms`;
+  const limit = strictest();
+  const cards = found.results[0].map((near) => {
+    const item = card(near.name ?? `class ${near.id}`, near.thumbnail);
+    const above = limit !== null && near.score >= limit.threshold;
+    item.classList.toggle("above", above);
+    const score = make("div", "score");
+    score.append(make("b", "", near.score.toFixed(3)), make("span", "", above ? "above 1:1" : ""));
+    const bar = make("div", "bar");
+    const inside = make("i");
+    inside.style.width = `${Math.max(0, near.score) * 100}%`;
+    bar.append(inside);
+    item.lastChild.append(score, bar);
+    return item;
   });
+  if (cards.length) $("results").replaceChildren(...cards);
+  else nothing($("results"), "The gallery is empty.");
+  $("worth").textContent = cards.length ? worth(limit, among) : "";
 }
 
 const oneIn = (rate) => `1 in ${Math.round(1 / rate).toLocaleString("en")}`;
@@ -204,24 +227,34 @@ function worth(limit, among) {
 
 // ---- compare
 
+function clearVerdict(word, words) {
+  $("verdict").parentElement.classList.remove("same", "other");
+  $("verdict").textContent = word;
+  $("score").textContent = words;
+  $("scale").hidden = true;
+}
+
 async function compare() {
   const [first, second] = ["drop-first", "drop-second"].map((id) => drops.get(id).file);
-  if (!first || !second) return;
-  await attempt(async () => {
-    const far = $("far").value;
-    const found = await askJson(`/v1/verify${far ? `?far=${far}` : ""}`, form(first, second));
-    const box = $("verdict").parentElement;
-    box.classList.toggle("same", found.same === true);
-    box.classList.toggle("other", found.same === false);
-    $("verdict").textContent = found.same === null ? found.score.toFixed(3) : found.same ? "The same" : "Different";
-    $("score").textContent = found.threshold === null
-      ? "cosine; no threshold was measured"
-      : `cosine ${found.score.toFixed(3)}, threshold ${found.threshold.toFixed(3)}`;
-    $("scale").hidden = false;
-    $("needle").style.left = `${(found.score + 1) * 50}%`;
-    $("limit").hidden = found.threshold === null;
-    if (found.threshold !== null) $("limit").style.left = `${(found.threshold + 1) * 50}%`;
-  });
+  const far = $("far").value;
+  const found = await newest(
+    "compare",
+    async () => first && second && askJson(`/v1/verify${far ? `?far=${far}` : ""}`, form(first, second)),
+    () => clearVerdict("No result", "see above"),
+  );
+  if (found === null) clearVerdict("Two images", "drop, paste or choose them");
+  if (!found) return;
+  const box = $("verdict").parentElement;
+  box.classList.toggle("same", found.same === true);
+  box.classList.toggle("other", found.same === false);
+  $("verdict").textContent = found.same === null ? found.score.toFixed(3) : found.same ? "The same" : "Different";
+  $("score").textContent = found.threshold === null
+    ? "cosine; no threshold was measured"
+    : `cosine ${found.score.toFixed(3)}, threshold ${found.threshold.toFixed(3)}`;
+  $("scale").hidden = false;
+  $("needle").style.left = `${(found.score + 1) * 50}%`;
+  $("limit").hidden = found.threshold === null;
+  if (found.threshold !== null) $("limit").style.left = `${(found.threshold + 1) * 50}%`;
 }
 
 // ---- gallery
@@ -397,6 +430,7 @@ function describe() {
   $("model-facts").textContent =
     `${model.num_classes.toLocaleString("en")} classes · ${width} · embeddings of ${model.embedding_size}`;
   $("digest").textContent = `plsc ${model.plsc_version} · model ${model.model_digest.slice(0, 12)}`;
+  $("links").hidden = sessionStorage.getItem("plsc-token") !== null; // a link brings no token along
   $("add-form").hidden = !model.gallery?.writable;
   $("among").querySelector('[value="gallery"]').disabled = !model.gallery;
   $("far-label").hidden = model.thresholds.length === 0;
@@ -414,7 +448,7 @@ function describe() {
   } else {
     $("thresholds").replaceChildren(cells("td", ["None was measured: the run had no verification pairs."]));
   }
-  nothing($("results"), "The nearest classes of an image appear here.");
+  search(); // of the image that is there, if any
 }
 
 async function begin() {
@@ -431,7 +465,7 @@ showTheme();
 dropPlace("drop-search", "An image to search for", search);
 dropPlace("drop-first", "First image", compare);
 dropPlace("drop-second", "Second image", compare);
-dropPlace("drop-add", "Image", () => { $("add-button").disabled = false; });
+dropPlace("drop-add", "Image", () => { $("add-button").disabled = !drops.get("drop-add").file; });
 for (const id of ["among", "count"]) $(id).addEventListener("change", search);
 $("far").addEventListener("change", compare);
 $("filter").addEventListener("input", () => { offset = 0; listGallery(); });

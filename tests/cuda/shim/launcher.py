@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from plsc.ops.launching import KINDS, arguments, source_folder
+from plsc.ops.launching import KINDS, Launcher, arguments, source_folder
 
 SHIM = Path(__file__).resolve().parent
 ORDERS = 6  # schedules of shim.h
@@ -81,3 +83,26 @@ class ShimLauncher:
         wrong = function(kinds.encode(), pointers, sizes, threads or self.threads, self.order, self.workers)
         if wrong is not None:
             raise RuntimeError(f"{kernel}: {wrong.decode()}")
+
+
+class Carried:
+    """A launcher for tensors that lie elsewhere: takes each to its device, and brings back what kernels wrote."""
+
+    def __init__(self, inner: Launcher, device: torch.device, *, threads: int = 256) -> None:
+        self.inner, self.device, self.threads = inner, device, threads
+        self.launched: list[str] = []
+
+    def launch(
+        self, file: str, kernel: str, *, grid: Sequence[int], args: Sequence[object], threads: int | None = None
+    ) -> None:
+        self.launched.append(f"{file}.{kernel}")
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        there = {_memory(x): x.to(self.device, copy=True) for x in tensors}  # a result may lie where an input does
+        moved = [there[_memory(arg)] if isinstance(arg, Tensor) else arg for arg in args]
+        self.inner.launch(file, kernel, grid=grid, args=moved, threads=threads or self.threads)
+        for x in tensors:
+            x.copy_(there[_memory(x)])
+
+
+def _memory(x: Tensor) -> tuple[object, ...]:
+    return x.data_ptr(), x.shape, x.dtype

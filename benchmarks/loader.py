@@ -4,11 +4,13 @@
     python benchmarks/loader.py --folder DIR         # your own DIR/NAME/*.jpg, or a .zip of them
     python benchmarks/loader.py --containers list rec tar parquet --workers 1 2 --peers --memory
 
-Bare: "decode" decodes bytes that lie in memory, by the decoder that the loader chooses (simplejpeg where it is
-installed, else Pillow); "bare" reads each file, decodes it, mirrors every other one and puts them side by side as
-uint8, what any loader must do. Loader: worker processes, random mirror, batches as float32 in this process; its time is
-that of all processes. Peers: torch's DataLoader over Pillow (a plain ImageFolder loop) and, where it is installed,
-webdataset over the same tar; both mirror and make the same floats. Rounds alternate, medians are compared.
+Bare: "decode" decodes bytes that lie in memory and keeps nothing, by the decoder that the loader chooses (simplejpeg
+where it is installed, else Pillow); "bytes" also mirrors every other picture and puts them side by side as uint8, what
+any loader must do; "floats" makes float32 of them, what one on a CPU must do (to a GPU bytes travel, and become floats
+there). "bare" reads the files, decodes, mirrors by numpy and stops at bytes. Loader: worker processes, random mirror,
+batches as float32 in this process; its time is that of all processes. Peers: torch's DataLoader over Pillow (a plain
+ImageFolder loop) and, where it is installed, webdataset over the same tar; both mirror and make the same floats. Rounds
+alternate, medians are compared.
 """
 
 import argparse
@@ -29,6 +31,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from plsc.data import Augment, Dataset, ImageFolder, Loader, RecordIO, Synthetic, convert, open_images
+from plsc.data.pixels import mirror, normalise
 
 TARGETS = {"list": "x.txt", "rec": "x.rec", "tar": "x.tar", "parquet": "x.parquet"}
 
@@ -62,6 +65,26 @@ def decoder() -> Callable[[bytes], np.ndarray]:
 
         return simplejpeg.decode_jpeg
     return lambda data: np.asarray(Image.open(io.BytesIO(data)))
+
+
+def decode_all(encoded: list[bytes]) -> None:
+    decode = decoder()
+    for data in encoded:
+        decode(data)
+
+
+def into_batches(encoded: list[bytes], batch_size: int, *, floats: bool) -> None:
+    """By the loader's own two passes over pixels, and nothing else of it."""
+    decode = decoder()
+    batch = torch.empty((batch_size, 112, 112, 3), dtype=torch.uint8)
+    made, rows = torch.empty(batch.shape), batch.numpy()
+    for k, data in enumerate(encoded):
+        if k % 2:
+            mirror(decode(data), rows[k % batch_size])
+        else:
+            rows[k % batch_size] = decode(data)
+        if floats and k % batch_size == batch_size - 1:
+            normalise(batch, made)
 
 
 def bare(paths: list[str], batch_size: int) -> None:
@@ -180,10 +203,12 @@ def measure(args: argparse.Namespace, folder: ImageFolder, scratch: str) -> None
     sets: dict[str, Dataset] = {"folder": folder}
     for kind in dict.fromkeys([*args.containers, *(["tar"] if args.peers else []), *(["rec"] if args.memory else [])]):
         sets[kind] = open_images(convert(folder, os.path.join(scratch, TARGETS[kind])))
-    epochs, batch_size, decode = args.epochs, args.batch_size, decoder()
+    epochs, batch_size = args.epochs, args.batch_size
     whole = epochs * (len(paths) // batch_size) * batch_size
     rows: dict[str, tuple[int, Callable[[], object]]] = {
-        "decode": (epochs * len(paths), lambda: [decode(data) for data in encoded * epochs]),
+        "decode": (epochs * len(paths), lambda: decode_all(encoded * epochs)),
+        "bytes": (epochs * len(paths), lambda: into_batches(encoded * epochs, batch_size, floats=False)),
+        "floats": (epochs * len(paths), lambda: into_batches(encoded * epochs, batch_size, floats=True)),
         "bare": (epochs * len(paths), lambda: bare(paths * epochs, batch_size)),
     }
     for workers in args.workers:
@@ -204,8 +229,9 @@ def measure(args: argparse.Namespace, folder: ImageFolder, scratch: str) -> None
     for _ in range(args.rounds):
         for name, (images, work) in rows.items():
             rates[name].append(rate(images, work))
-    print("what, workers: images a second of processor time, median of rounds (range); share of decode, of bare")
-    base = [statistics.median(rates[name]) for name in ("decode", "bare")]
+    compared = ("decode", "floats", "bare")
+    print(f"what, workers: images a second of processor time, median of rounds (range); share of {', '.join(compared)}")
+    base = [statistics.median(rates[name]) for name in compared]
     for name, found in rates.items():
         middle = statistics.median(found)
         shares = ", ".join(f"{middle / other:.2f}" for other in base)

@@ -1,6 +1,7 @@
 """Measures whole training steps of known models on several ranks: our Reducer beside DDP and FSDP2, in one run.
 
     python benchmarks/models.py          # all models, 2 and 4 ranks, loopback and 1 Gbit/s: two hours on two cores
+    python benchmarks/models.py --batch-size 2 --rounds 2 --steps 1   # the same rows with fewer steps: half an hour
     python benchmarks/models.py --models vit_base --ranks 2 --links loopback
     python benchmarks/models.py --quick  # two small models, two ranks, loopback: a minute
 
@@ -11,7 +12,8 @@ builds its way anew, takes one step to warm up, then --steps that count; the way
 momentum.
 
 samples/s counts all ranks; CPU s a sample is the processor time of all ranks, all threads, over all samples: on a
-machine that others use too, read that, and the ratios to DDP. "alone" is the step without any communication.
+machine that others use too, read that, and the ratios to DDP. "alone" is the step without any communication: speed
+against it is the weak scaling. A model's rows on so many ranks over one link are printed as soon as they are known.
 """
 
 from __future__ import annotations
@@ -184,12 +186,13 @@ def report(args: argparse.Namespace, result: dict[str, Any], model: str, ranks: 
     samples = args.batch_size * ranks
     ddp = statistics.median(result["seconds"].get("DDP", [1.0]))
     ddp_cpu = statistics.median(result["cpu"].get("DDP", [1.0]))
+    alone = statistics.median(result["seconds"].get("alone", [0.0]))
     for way in args.ways:
         times, busy = result["seconds"][way], statistics.median(result["cpu"][way])
         middle = statistics.median(times)
         spread = f"{samples / max(times):.2f}-{samples / min(times):.2f}"
         cells = [model, str(ranks), link, way, f"{samples / middle:.2f}", spread, f"{busy / samples:.3f}"]
-        print(f"| {' | '.join(cells)} | {ddp / middle:.3f} | {busy / ddp_cpu:.3f} |", flush=True)
+        print(f"| {' | '.join(cells)} | {alone / middle:.3f} | {ddp / middle:.3f} | {busy / ddp_cpu:.3f} |", flush=True)
 
 
 def main() -> None:
@@ -212,7 +215,7 @@ def main() -> None:
     if args.quick:
         args.models, args.ranks, args.links, args.rounds = ["bert_tiny", "mobilefacenet"], [2], ["loopback"], 2
     print(f"batch {args.batch_size} a rank, {args.rounds} rounds of {args.steps} steps, torch {torch.__version__}\n")
-    columns = ["model", "ranks", "link", "", "samples/s", "range", "CPU s a sample", "speed / DDP", "CPU / DDP"]
+    columns = ["model", "ranks", "link", "", "samples/s", "range", "CPU s a sample", "/ alone", "/ DDP", "CPU / DDP"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     for model in args.models:
         for ranks in args.ranks:

@@ -1,12 +1,13 @@
-"""Click prediction on one server beside PaddlePaddle 2.6.2's parameter server: samples a CPU-second, same model, same ids.
+"""Click prediction on one server beside PaddlePaddle 2.6.2's parameter server: samples a CPU-second of each.
 
     python3.11 -m venv paddle && paddle/bin/pip install paddlepaddle==2.6.2 "numpy<2" protobuf==4.25.8 setuptools
     python benchmarks/ps_paddle.py --paddle paddle/bin/python [--workers 1 2] [--steps 150] [--batch 512]
 
-CTR-DNN: 26 slots of dim 10, 13 dense numbers, three layers of 400, one output; Adam for the dense weights, which each
-worker keeps to itself in ours and in Paddle's Geo (its async sends them to the server as well). Rows: SGD. Ids are
-Zipf over 100,000, clicks are drawn from a hidden linear model. One server process and each worker one thread; the
-contenders take turns. CPU-seconds are those of all processes between the first and the last step, the server's too.
+CTR-DNN: 26 slots of dim 10, 13 dense numbers, three layers of 400, one output. async: Adam for dense weights, which
+Paddle has on its server and ours are summed over the workers each step; geo: SGD (Paddle's knows no other) and an
+exchange of rows and dense weights every 100 steps. Ids are skewed over 100,000 a slot, clicks are drawn from a hidden
+linear model. One server process, one thread a worker; the contenders take turns. CPU-seconds are those of all
+processes from step 10 on, the server's too. Losses, of the last 20 steps, are not of the same initial weights.
 """
 
 import argparse
@@ -81,29 +82,30 @@ def our_server(port: int) -> None:
 def our_worker(job: dict[str, Any]) -> None:
     import torch
 
-    from plsc.ps import Async, Geo, SparseEmbedding, connect, slot_keys
+    import plsc
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with connect(job["server"], table="t", rank=job["rank"]) as store:
-        made = Geo(store, every=GEO, workers=job["workers"]) if job["mode"] == "geo" else Async(store)
-        sparse = SparseEmbedding(made, pooling="none")
-        layers = [torch.nn.Linear(SLOTS * DIM + DENSE, WIDTH), torch.nn.ReLU()]
-        for _ in range(2):
-            layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
-        net = torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 1))
-        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-        clock = Clock()
-        for number, batch in enumerate(batches(job["rank"], WARM + job["steps"], job["batch"])):
-            dense, ids, clicked = map(torch.from_numpy, batch)
-            logits = net(torch.cat([sparse(slot_keys(ids)).flatten(1), dense], 1))
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, clicked)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            clock.step(number, float(loss.detach()))
-        made.close()
-        clock.tell()
+    geo = job["mode"] == "geo"
+    apart = GEO if geo and job["workers"] > 1 else 0  # steps that dense weights go alone
+    args = {"every": GEO} if geo else {}
+    fleet = plsc.Fleet(plsc.Strategy(ps=job["mode"], servers=(job["server"],), ps_args=args, local_sgd=apart))
+    sparse = fleet.embedding("t", dim=DIM, pooling="none")
+    layers = [torch.nn.Linear(SLOTS * DIM + DENSE, WIDTH), torch.nn.ReLU()]
+    for _ in range(2):
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
+    net = fleet.replicate(torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 1)))
+    make = torch.optim.SGD if geo else torch.optim.Adam  # as Paddle's Geo, which knows SGD alone
+    optimizer = make(net.parameters(), lr=0.05 if geo else 1e-3)
+    clock = Clock()
+    for number, batch in enumerate(batches(job["rank"], WARM + job["steps"], job["batch"])):
+        dense, ids, clicked = map(torch.from_numpy, batch)
+        logits = net(torch.cat([sparse(plsc.ps.slot_keys(ids)).flatten(1), dense], 1))
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, clicked)
+        fleet.step(loss, optimizer)
+        clock.step(number, float(loss.detach()))
+    fleet.meet(optimizer)
+    clock.tell()
 
 
 # ---- Paddle's; the environment says whether this process is a server
@@ -161,16 +163,17 @@ def measure(who: str, mode: str, workers: int, args: argparse.Namespace) -> dict
     """Samples a CPU-second of all processes and a second of wall, the mean of the last losses."""
     ours = who == "plsc"
     python = sys.executable if ours else args.paddle
-    port, *others = _ports(workers + 1)
+    port, *others = _ports(workers + 2)
     job = {"who": who, "mode": mode, "workers": workers, "steps": args.steps, "batch": args.batch}
     job["server"] = f"127.0.0.1:{port}"
-    base = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CPU_NUM": "1"}
+    base = {**os.environ, "WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(others[-1])}
+    base |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CPU_NUM": "1"}
     if not ours:
         base |= {
             "PADDLE_WITH_GLOO": "0",
             "PADDLE_TRAINERS_NUM": str(workers),
             "PADDLE_PSERVERS_IP_PORT_LIST": job["server"],
-            "PADDLE_TRAINER_ENDPOINTS": ",".join(f"127.0.0.1:{other}" for other in others),
+            "PADDLE_TRAINER_ENDPOINTS": ",".join(f"127.0.0.1:{other}" for other in others[:workers]),
             "POD_IP": "127.0.0.1",
             "GLOG_v": "0",
         }
@@ -178,7 +181,7 @@ def measure(who: str, mode: str, workers: int, args: argparse.Namespace) -> dict
 
     def start(**more: Any) -> Any:
         own = {**job, **more}
-        environment = dict(base)
+        environment = {**base, "RANK": str(own["rank"]), "LOCAL_RANK": str(own["rank"])}
         if not ours:
             server = own["role"] == "server"
             environment["TRAINING_ROLE"] = "PSERVER" if server else "TRAINER"
@@ -247,7 +250,8 @@ def main() -> None:
         else:
             our_worker(job)
         return
-    print("| mode | workers | who | samples a CPU-second | samples/s | server's CPU s | loss |\n|---|---|---|---|---|---|---|")
+    print("| mode | workers | who | samples a CPU-second | samples/s | server's CPU s | loss |")
+    print("|---|---|---|---|---|---|---|")
     for mode in args.modes:
         for workers in args.workers:
             base = 0.0

@@ -249,10 +249,10 @@ def on_disk(table: Table, folder: Path, rounds: int) -> None:
         for name, one in work.items():
             if name in ("load", "read"):
                 forget(path if name == "load" else bare)
-            start, spent = time.perf_counter(), time.process_time()
+            start, used = time.perf_counter(), time.process_time()
             one()
             wall[name].append(time.perf_counter() - start)
-            cpu[name].append(time.process_time() - spent)
+            cpu[name].append(time.process_time() - used)
     size = path.stat().st_size
     print(f"\n{len(table):,} rows, {size / 1e6:.0f} MB\n{'':8}{'MB/s':>8}{'range':>12}{'M rows/s':>10}{'/ CPU-s':>9}")
     for name, spent in wall.items():

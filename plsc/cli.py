@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import faulthandler
 import itertools
 import logging
 import os
@@ -153,8 +154,8 @@ def embed(argv: Sequence[str] | None = None) -> int:
         print(
             "usage: plsc-embed RUN DATA [--out FILE] [--overwrite] [--nproc N] [--eval.batch-size B] ...\n\n"
             "RUN is the folder that plsc-train wrote. DATA: a folder, .zip, list, .rec, .tar, .parquet, .lmdb or\n"
-            ".bin. FILE (.safetensors or .parquet; default RUN/export/NAME-OF-DATA.safetensors) gets one row an image.\n"
-            "A FILE of another model or data is refused, and replaced with --overwrite."
+            ".bin. FILE (.safetensors or .parquet; default RUN/export/NAME-OF-DATA.safetensors) gets one row an\n"
+            "image; one of another model or data is refused, or replaced with --overwrite."
         )
         return 0 if args and args[0] in ("-h", "--help") else EXIT_USAGE
     folder, source, *flags = args
@@ -629,6 +630,8 @@ class _Bar:
 
 def _guarded(run: Callable[[], int]) -> int:
     """An error becomes one sentence, or a traceback where that is needed; a rank leaves it to its launcher to say."""
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():  # a mapped file that is cut short ends the process: at least say where
+        faulthandler.enable(sys.__stderr__)
     try:
         # A rank of several may wait inside of a collective, where no handler runs: a signal ends it at once.
         with stopped_by_signals() if Launch.read() is None else nullcontext():

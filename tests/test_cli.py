@@ -373,6 +373,28 @@ def test_every_output_that_cannot_be_written_is_refused_at_once(
         assert f"the folder of --out is '{tmp_path / 'file'}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "1"}, "expected 0 <= RANK < WORLD_SIZE"),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "h0"}, "sets WORLD_SIZE=4 and MASTER_ADDR but no rank"),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--check"], ["--plan"], ["--nproc", "2"]], ids=str)
+def test_a_launcher_that_leaves_something_out_is_a_sentence(
+    environment: dict[str, str],
+    words: str,
+    more: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cli.train(["glyphs", *more]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
+
+
 def test_backbones_that_do_not_fit_are_a_sentence(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,12 @@ REAL = {
 }
 
 
+AVAZU = (
+    "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,device_id,device_ip,"
+    "device_model,device_type,device_conn_type,C14,C15,C16,C17,C18,C19,C20,C21\n"
+)
+
+
 def prepare(name: str, *args: object, monkeypatch: pytest.MonkeyPatch) -> CtrConfig:
     monkeypatch.setattr("sys.argv", ["prepare.py", *map(str, args)])
     runpy.run_path(str(ROOT / name / "prepare.py"), run_name="__main__")
@@ -43,7 +49,7 @@ def rows_of(config: CtrConfig) -> tuple[int, int]:
         ("frappe", "1 3:1 5:1 9:1\n-1 3:1 6:1 8:1\n" * 20, 0, 3),
         ("adult", "39, State-gov, 77516, B, 13, N, A, N, W, Male, 2174, 0, 40, US, <=50K\n" * 30 + "\n", 6, 13),
         ("criteo", "\t".join(["1", *["7"] * 13, *["ab"] * 25, ""]) + "\n", 0, 39),
-        ("avazu", "id,click,hour,C1,x\n" + "1,1,14102123,5,a\n2,0,14102101,5,b\n" * 9, 0, 3),
+        ("avazu", AVAZU + "1,1,14102123" + ",a" * 21 + "\n" + ("2,0,14102101" + ",b" * 21 + "\n") * 17, 0, 28),
     ],
 )
 def test_prepared(
@@ -54,6 +60,24 @@ def test_prepared(
     train, _ = open_clicks(config)
     assert (train.format.num_dense, train.format.num_slots) == (dense, slots)
     assert sum(rows_of(config)) == sum(1 for line in (tmp_path / "out" / "clicks.tsv").open())
+
+
+def test_avazu_counts_devices_and_pairs_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "1,1,14102123,C1,pos,{site},s,sc,{app},a,ac,{id},{ip},{model},2,3,14,15,16,17,18,19,20,21\n"
+    places = {"site": "85f751fd", "app": "game"}, {"site": "news", "app": "none"}
+    devices = (
+        {"id": "i", "ip": "x", "model": "m"},
+        {"id": "i", "ip": "x", "model": "n"},
+        {"id": "x", "ip": "y", "model": "m"},
+    )
+    (tmp_path / "in").write_text(AVAZU + "".join(line.format(**places[i == 2], **devices[i]) for i in range(3)))
+    prepare("avazu", tmp_path / "in", tmp_path / "out", monkeypatch=monkeypatch)
+    found = [line.split("\t")[-6:] for line in (tmp_path / "out" / "clicks.tsv").read_text().splitlines()]
+    assert found == [
+        ["game 17", "game pos", "ac 21", "2", "2", "1"],
+        ["game 17", "game pos", "ac 21", "2", "2", "1"],
+        ["news 17", "news pos", "sc 21", "1", "1", "1"],
+    ]
 
 
 def test_movielens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

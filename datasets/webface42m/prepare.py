@@ -16,7 +16,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from plsc.data import convert
-from plsc.data.images import SUFFIXES, PackedStrings, decode_image, read_file
+from plsc.data.files import read_file
+from plsc.data.images import SUFFIXES, PackedStrings, decode_image
 
 
 class Tree:

@@ -10,7 +10,6 @@ be in flight when the other's verbs are issued.
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 import threading
@@ -145,7 +144,7 @@ class Session:
         self.lock = threading.Lock()  # no handle is destroyed while the watchdog looks at it
         self.failure: CommError | None = None
         self.comms: weakref.WeakSet[CupyNcclCommunicator] = weakref.WeakSet()
-        self._pending: collections.deque[_Pending] = collections.deque()
+        self._pending: list[_Pending] = []
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -155,7 +154,8 @@ class Session:
 
     def watch(self, event: Any, call: Call, number: int, comm: CupyNcclCommunicator) -> None:
         """From now on a verb must end in time."""
-        self._pending.append(_Pending(event, time.monotonic() + self.timeout, call, number, comm))
+        with self.lock:
+            self._pending.append(_Pending(event, time.monotonic() + self.timeout, call, number, comm))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="plsc nccl watchdog", daemon=True)
             self._thread.start()
@@ -163,29 +163,22 @@ class Session:
     def look(self, now: float) -> None:
         """Forgets the verbs that are done; an error of NCCL's or an overdue verb aborts every communicator."""
         with self.lock:
-            pending = [verb for verb in list(self._pending) if not verb.event.query()]
-            for _ in range(len(self._pending)):  # in place: the caller's thread appends to it
-                verb = self._pending.popleft()
-                if not verb.event.query():
-                    self._pending.append(verb)
-            if not pending or self.failure is not None:
+            self._pending = [verb for verb in self._pending if not verb.event.query()]
+            if not self._pending or self.failure is not None:
                 return
-            self._judge(pending, now)
-
-    def _judge(self, pending: list[_Pending], now: float) -> None:
-        blamed, why = pending[0], ""
-        for verb in pending:
-            try:
-                verb.comm.handle.check_async_error()
-            except Exception as error:
-                blamed, why = verb, str(error) or type(error).__name__
-                break
-        if not why and now > pending[0].deadline:
-            why = f"not finished within {self.timeout:g} s"
-        if why:
-            self.failure = blamed.comm.failed(blamed.call, blamed.number, why)
-            log.error("%s", self.failure)
-            self.abort()
+            blamed, why = self._pending[0], ""
+            for verb in self._pending:
+                try:
+                    verb.comm.handle.check_async_error()
+                except Exception as error:
+                    blamed, why = verb, str(error) or type(error).__name__
+                    break
+            if not why and now > blamed.deadline:
+                why = f"not finished within {self.timeout:g} s"
+            if why:
+                self.failure = blamed.comm.failed(blamed.call, blamed.number, why)
+                log.error("%s", self.failure)
+                self.abort()
 
     def abort(self) -> None:
         """All communicators at once: one that lives on could hang the device for ever."""
@@ -210,13 +203,21 @@ class CupyNcclCommunicator(Communicator):
     """
 
     def __init__(
-        self, handle: Any, *, session: Session, control: Communicator, device: torch.device, label: str = "world"
+        self,
+        handle: Any,
+        *,
+        session: Session,
+        streams: Any,
+        control: Communicator,
+        device: torch.device,
+        label: str = "world",
     ) -> None:
         """handle: CuPy's communicator; control: one of the same ranks for CPU tensors, which this one closes."""
         super().__init__(
             "cupy_nccl", control.rank, world_size=control.world_size, device=device, members=control.members
         )
-        self.handle, self._session, self._control, self._label = handle, session, control, label
+        self.handle, self._session, self._streams = handle, session, streams
+        self._control, self._label = control, label
         self._number = self._splits = 0
         nccl = session.nccl
         self._types = {
@@ -239,14 +240,17 @@ class CupyNcclCommunicator(Communicator):
         control = GlooCommunicator.connect(timeout=timeout, init_timeout=init_timeout)
         assert isinstance(control, TorchCommunicator)
         store = dist.PrefixStore("cupy_nccl", control._session.store)
+        os.environ.setdefault(
+            "NCCL_LAUNCH_ORDER_IMPLICIT", "1"
+        )  # for lanes; read when NCCL opens its first communicator
 
         def open_here() -> Any:
             torch.cuda.set_device(device)  # of this thread, too
             return open_handle(nccl, store, control.rank, control.world_size)
 
         handle = in_time(init_timeout, open_here)
-        session = Session(nccl, Streams(device), timeout=timeout, heartbeat=control._session.heartbeat)
-        return cls(handle, session=session, control=control, device=device)
+        session = Session(nccl, timeout=timeout, heartbeat=control._session.heartbeat)
+        return cls(handle, session=session, streams=Streams(device), control=control, device=device)
 
     # ---- the verbs
 
@@ -344,7 +348,7 @@ class CupyNcclCommunicator(Communicator):
 
     def _barrier(self) -> None:
         self._session.raise_if_failed()
-        self._session.streams.synchronize()
+        self._streams.synchronize()
         self._session.raise_if_failed()  # what ended the wait may have been an abort
         self._control.barrier()
 
@@ -352,15 +356,23 @@ class CupyNcclCommunicator(Communicator):
         return self._control.gather_objects(obj)
 
     def _split(self, groups: list[list[int]]) -> Communicator:
-        """NCCL wants nothing in flight on the communicator that is split."""
+        """NCCL wants nothing in flight on the communicator that is split. One group of all ranks is a lane."""
         self._session.raise_if_failed()
         index = next(i for i, group in enumerate(groups) if self.rank in group)
         label = f"{self._label}/{self._splits}.{index}"
         self._splits += 1
         control = self._control.split(groups)
-        self._session.streams.synchronize()
-        handle = self.handle.commSplit(index, groups[index].index(self.rank))
-        return type(self)(handle, session=self._session, control=control, device=self.device, label=label)
+        self._streams.synchronize()
+        streams = self._streams.lane() if len(groups) == 1 else self._streams
+
+        def split_here() -> Any:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # of this thread, too
+            return self.handle.commSplit(index, groups[index].index(self.rank))
+
+        handle = in_time(self._session.timeout, split_here)
+        kept = {"session": self._session, "streams": streams, "control": control}
+        return type(self)(handle, device=self.device, label=label, **kept)
 
     def close(self) -> None:
         """Lets go of NCCL's communicator after its last verb; of the world's, of the ranks' connections too."""
@@ -368,9 +380,12 @@ class CupyNcclCommunicator(Communicator):
             return
         super().close()
         if self._session.failure is None:
-            self._session.streams.synchronize()
-            self.handle.destroy()
-        self._session.comms.discard(self)
+            self._streams.synchronize()
+            self._session.look(time.monotonic())  # forgets this one's verbs
+        with self._session.lock:
+            self._session.comms.discard(self)
+            if self._session.failure is None:
+                self.handle.destroy()
         if self._session.heartbeat is not None:
             self._session.heartbeat.forget(self._key)
         if self._label == "world":
@@ -403,7 +418,7 @@ class CupyNcclCommunicator(Communicator):
         if session.heartbeat is not None:
             session.heartbeat.note(self._key, number, call)
         try:
-            event = session.streams.run(issue, tensors)
+            event = self._streams.run(issue, tensors)
         except RuntimeError as error:  # CuPy's NcclError is one
             session.raise_if_failed()
             raise self.failed(call, number, str(error)) from error
@@ -411,7 +426,7 @@ class CupyNcclCommunicator(Communicator):
 
         def wait() -> T:
             session.raise_if_failed()
-            session.streams.wait(event)
+            self._streams.wait(event)
             return finish()
 
         return Work(wait)

@@ -46,8 +46,8 @@ class Launch:
                 return _of(env, rank, size, local)
         if env.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in env:
             raise ValueError(
-                f"the environment sets WORLD_SIZE={env['WORLD_SIZE']} and MASTER_ADDR but no rank; set RANK for each, or "
-                "start the ranks with torchrun, srun, or a Kubernetes Job of completionMode Indexed"
+                f"the environment sets WORLD_SIZE={env['WORLD_SIZE']} and MASTER_ADDR but no rank; set RANK for each, "
+                "or start the ranks with torchrun, srun, or a Kubernetes Job of completionMode Indexed"
             )
         return None
 

@@ -386,7 +386,7 @@ def route(comm: Communicator, name: str) -> Communicator:
         made = own(comm)
     except TypeError as error:
         raise ValueError(
-            f"topology is {name!r}: {error}; expected a class with the method reduce(flat), called with the communicator"
+            f"topology is {name!r}: {error}; expected a class with the method reduce(flat), which takes a communicator"
         ) from error
     if not isinstance(made, Topology):
         raise ValueError(f"topology {name!r} made a {type(made).__name__}, expected a plsc.comm.Topology")

@@ -124,9 +124,9 @@ class Lines:
         """Up to so many records; none at the end."""
         return list(islice(self._file, count))
 
-    def skip(self, count: int) -> None:
-        for _ in islice(self._file, count):
-            pass
+    def skip(self, count: int) -> int:
+        """Past so many records; how many there were."""
+        return sum(1 for _ in islice(self._file, count))
 
     def position(self) -> int:
         """Bytes of the file that were read."""
@@ -165,6 +165,12 @@ class Columns:
     not_clicked: str = "0"
     num_columns: int = 0  # 0: at least as many as are used
     quote: str = ""
+
+    def __post_init__(self) -> None:
+        if wrong := [i for i in (self.label, *self.dense, *self.sparse) if not isinstance(i, int) or i < 0]:
+            raise ValueError(f"label, dense, sparse: got column {wrong[0]!r}, expected numbers from 0")
+        if len(self.delimiter) != 1 or len(self.quote) > 1:
+            raise ValueError(f"got delimiter {self.delimiter!r}, quote {self.quote!r}, expected one character each")
 
     @property
     def num_dense(self) -> int:

@@ -64,7 +64,10 @@ class ParquetRows:
                 "Parquet needs pyarrow, which is not installed; pip install 'plsc-torch[parquet]'"
             ) from error
         self._arrow = importlib.import_module("pyarrow")
-        self._file = parquet.ParquetFile(path)
+        try:
+            self._file = parquet.ParquetFile(path)
+        except self._arrow.ArrowInvalid as error:
+            raise ValueError(f"{path} is no Parquet file ({error}); check the format, or take another copy") from None
         missing = [name for name in columns if name not in self._file.schema_arrow.names]
         if missing:
             known = ", ".join(self._file.schema_arrow.names)
@@ -90,8 +93,9 @@ class ParquetRows:
         self._taken += got
         return self._arrow.Table.from_batches(parts) if parts else ()
 
-    def skip(self, count: int) -> None:
-        """Past so many rows; whole row groups are not read."""
+    def skip(self, count: int) -> int:
+        """Past so many rows, of which whole row groups are not read; how many there were."""
+        wanted = count
         while self._group < self._file.num_row_groups:
             rows = self._file.metadata.row_group(self._group).num_rows
             if count < rows:
@@ -99,8 +103,7 @@ class ParquetRows:
             count -= rows
             self._taken += rows
             self._group += 1
-        if count:
-            self.take(count)
+        return wanted - count + (len(self.take(count)) if count else 0)
 
     def position(self) -> int:
         """About how many bytes of the file were read."""

@@ -1,10 +1,12 @@
 """Reads click logs: batches of numbers, hashed ids and clicks, by several processes, in bounded memory, resumable."""
 
 import glob
+import gzip
 import logging
 import multiprocessing
 import os
 import threading
+import zlib
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -95,10 +97,12 @@ class Clicks:
                 f"got {', '.join(fspath(path) for path in listed) or 'no paths'}, which names no file; check the path"
             )
         for name, value, least in (("batch_size", batch_size, 1), ("shuffle", shuffle, 0), ("readers", readers, 1)):
-            if value < least:
-                raise ValueError(f"{name}: got {value}, expected at least {least}")
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: got {value!r}, expected a whole number, at least {least}")
         if split not in SPLITS or not 0.0 < test_share < 1.0:
             raise ValueError(f"got split {split!r} of {test_share}, expected one of {', '.join(SPLITS)}, of 0 to 1")
+        if format.num_slots < 1:
+            raise ValueError(f"format: got {format.num_slots} slots (sparse columns), expected at least 1")
         self.format = format
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
         self.readers, self.ordered, self.slots = readers, ordered, slots
@@ -158,6 +162,10 @@ class Clicks:
             raise ValueError(
                 f"got a place among windows of {state['window']} lines, expected {self.window}; "
                 "use the same batch_size and shuffle, and several readers where there were several"
+            )
+        if state["place"][0] > len(self.files):
+            raise ValueError(
+                f"got a place in file {state['place'][0]}, expected one of the {len(self.files)} files given"
             )
         self._restart()
         self.epoch, self._next = state["epoch"], state["next"]
@@ -246,9 +254,12 @@ class Clicks:
             while True:
                 pieces, wanting = [], self.window
                 while wanting and file < len(self.files):
-                    if source is None:
-                        source = self._open(file, number)
-                    records = source.take(wanting)
+                    try:
+                        if source is None:
+                            source = self._open(file, number)
+                        records = source.take(wanting)
+                    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                        raise ValueError(f"{self.files[file]} is damaged ({error}); take another copy") from None
                     if len(records) == 0:
                         source.close()
                         source, file, number = None, file + 1, 0
@@ -275,8 +286,12 @@ class Clicks:
         opener = getattr(self.format, "open", None)
         path = self.files[file]
         source = Lines(path, self.format.header) if opener is None else opener(path)
-        if number:
-            source.skip(number)
+        if number and (there := source.skip(number)) < number:
+            source.close()
+            raise ValueError(
+                f"{path} has {there} records, expected more than the {number} that were read before; it was changed "
+                "since, so start a new run"
+            )
         return source
 
     def _wanted(self, file: int, numbers: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from plsc.data.convert import Encoded
-from plsc.data.images import read_pixels
+from plsc.data.images import jpeg_warning, read_pixels
 from plsc.data.reading import most_bad
 
 _SHOWN = 10  # examples of each kind kept
@@ -31,6 +31,8 @@ class Report:
     num_bytes: int = 0
     num_broken: int = 0
     broken: list[str] = field(default_factory=list)
+    num_odd: int = 0  # JPEGs that libjpeg decodes with a warning
+    odd: list[str] = field(default_factory=list)
     num_repeats: int = 0  # pictures that an earlier sample of the same label shows
     repeats: list[str] = field(default_factory=list)
     num_conflicts: int = 0  # pictures that an earlier sample of another label shows
@@ -67,6 +69,7 @@ class Report:
         for number, examples, words in (
             (self.num_broken, self.broken, self._about_broken()),
             (self.num_conflicts, self.conflicts, "pictures stand under two labels: training is told both"),
+            (self.num_odd, self.odd, "JPEGs are decoded with a warning and may be damaged: look at some"),
             (self.num_repeats, self.repeats, "pictures are repeated within their class: they count double"),
         ):
             if number:
@@ -124,6 +127,8 @@ def verify(data: Encoded, *, limit: int = 0, progress: Progress | None = None) -
             report.decode_seconds += time.perf_counter() - middle
             report.sizes[f"{pixels.shape[1]} x {pixels.shape[0]}"] += 1
             report.kinds[kind] += 1
+            if kind.startswith("JPEG") and (warning := jpeg_warning(encoded)):
+                _note(report, "odd", f"{name}: {warning}")
             digest = blake2b(pixels.tobytes() + str(pixels.shape).encode(), digest_size=16).digest()
             first = seen.setdefault(digest, i)
             if first != i and label >= 0 and data.labels[first] >= 0:

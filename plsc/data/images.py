@@ -15,6 +15,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, overload
 
@@ -22,12 +23,17 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from plsc.data.files import read_file
 from plsc.data.lists import SUFFIXES, scan_list
 
 logger = logging.getLogger(__name__)
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _ZIP_STORED, _ZIP_DEFLATED = 0, 8
+_LOOKED_FOR = 100  # files of a list, before it is said that none is there
+_MOST_BYTES = 2**29  # of an encoded image in an archive, as in a record
+_JPEG = b"\xff\xd8"
+_LOST = ("premature end of data segment", "bad Huffman code", "bad arithmetic code", "instead of RST")
 
 Name = str | Callable[[], str]
 
@@ -37,15 +43,15 @@ def decode_image(data: bytes, image_size: int, channels: int = 3, *, name: Name 
 
     Another size is scaled to the square (bilinear over the whole source area, aspect ratio not kept; a JPEG of twice
     the size or more is decoded at a reduced scale first). EXIF rotation is applied, alpha is laid on black, of 16-bit
-    pixels the upper 8 bits are kept. JPEGs that need no scaling go through simplejpeg where that is installed: the same
-    pixels as Pillow's to within 2 levels (the same ones, where both have the same libjpeg-turbo), in half the time.
-    ValueError with `name` (or what it returns, asked only then) for a broken image and for one of more pixels than
-    Image.MAX_IMAGE_PIXELS.
+    pixels the upper 8 bits are kept. JPEGs go through simplejpeg where that is installed: the same pixels as Pillow's
+    to within 2 levels (the same ones, where both have the same libjpeg-turbo), in half the time, and damage that Pillow
+    passes over is seen. ValueError with `name` (or what it returns, asked only then) for a broken image and for one of
+    more pixels than Image.MAX_IMAGE_PIXELS.
     """
-    if channels == 3 and data[:2] == b"\xff\xd8" and (pixels := _decode_jpeg(data, image_size)) is not None:
-        return pixels
     mode = "RGB" if channels == 3 else "L"
-    image = _open_image(data, mode, image_size, name)[0]
+    image = _decode_jpeg(data, image_size, name) if channels == 3 and data[:2] == _JPEG else None
+    if image is None:
+        image = _open_image(data, mode, image_size, name)[0]
     if image.size != (image_size, image_size):
         image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
     return np.asarray(image).reshape(image_size, image_size, channels)
@@ -71,24 +77,52 @@ def _open_image(data: bytes, mode: str, image_size: int | None, name: Name) -> t
         why = "it is none of the known" if isinstance(error, UnidentifiedImageError) else error
         known = ", ".join(_FORMATS)
         raise ValueError(f"{_text(name)}: broken or unknown image ({why}); expected one of {known}") from error
+    if data[:2] == _JPEG:
+        _refuse_damage(jpeg_warning(data), name)
     if image.info.get("exif"):
         image = _upright(image)
-    return (image if image.mode == mode else _convert(image, mode, name)), kind
+    plain = image.mode == mode and "transparency" not in image.info
+    return (image if plain else _convert(image, mode, name, depth=data[24] if image.format == "PNG" else 8)), kind
 
 
-def _decode_jpeg(data: bytes, image_size: int) -> NDArray[np.uint8] | None:
-    """RGB of a plain JPEG of that size; None where Pillow has to look: scaling, rotation, CMYK, damage."""
-    simplejpeg = _simplejpeg()
+def _decode_jpeg(data: bytes, image_size: int, name: Name) -> Image.Image | None:
+    """A plain JPEG in RGB, at the scale that Pillow's draft takes; None where Pillow has to look: EXIF, CMYK, faults."""
+    simplejpeg, most = _simplejpeg(), Image.MAX_IMAGE_PIXELS
     if simplejpeg is None or b"Exif\0\0" in data:
         return None
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
-        if height != image_size or width != image_size or space not in ("YCbCr", "Gray"):
+        if space not in ("YCbCr", "Gray") or (most is not None and height * width > most):
             return None
-        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB")
-    except ValueError:
+        scale = next((scale for scale in (8, 4, 2) if min(height, width) >= scale * image_size), 1)
+        size = {"min_height": -(-height // scale), "min_width": -(-width // scale)}
+        return Image.fromarray(simplejpeg.decode_jpeg(data, "RGB", min_factor=scale, **size))
+    except ValueError as error:
+        _refuse_damage(str(error), name)
         return None
-    return pixels
+
+
+def jpeg_warning(data: bytes) -> str:
+    """What libjpeg remarks about a JPEG that it decodes; "" if nothing, or without simplejpeg (Pillow does not tell).
+
+    Decoded at an eighth of the size, which takes half the time.
+    """
+    simplejpeg = _simplejpeg()
+    try:
+        if simplejpeg is not None:
+            simplejpeg.decode_jpeg(data, "GRAY", min_factor=8, min_height=1, min_width=1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _refuse_damage(warning: str, name: Name) -> None:
+    """ValueError for those of libjpeg's warnings that tell of lost pixels.
+
+    The others come with pictures that look as they should, too: odd headers, bytes between a picture and its end mark.
+    """
+    if any(text in warning for text in _LOST):
+        raise ValueError(f"{_text(name)}: damaged JPEG ({warning}); fetch the image again")
 
 
 @functools.cache
@@ -112,8 +146,33 @@ def _text(name: Name) -> str:
     return name if isinstance(name, str) else name()
 
 
-def _convert(image: Image.Image, mode: str, name: Name) -> Image.Image:
-    """To RGB or L from any mode that files of the known formats have."""
+def _convert(image: Image.Image, mode: str, name: Name, *, depth: int = 8) -> Image.Image:
+    """To RGB or L from any mode that files of the known formats have; depth: bits of a number in the file."""
+    clear = _clear_pixels(image, depth)
+    if clear is not None:
+        image = image.copy()
+        del image.info["transparency"]
+    image = _without_alpha(image, mode, name)
+    if clear is not None and clear.any():
+        image.paste(0, mask=Image.fromarray(clear))
+    return image
+
+
+def _clear_pixels(image: Image.Image, depth: int) -> NDArray[np.bool_] | None:
+    """Where a picture without alpha has the one colour that its PNG file calls clear [H, W]; None if it names none.
+
+    The file names it in its own bits: Pillow spreads fewer than 8 over 0 to 255 and, of colours, keeps the upper 8.
+    """
+    colour = image.info.get("transparency")
+    if image.mode not in ("1", "L", "RGB", "I", "I;16") or not isinstance(colour, int | tuple):
+        return None
+    found, wanted = np.asarray(image), np.asarray(colour)
+    if image.mode == "RGB":
+        return np.asarray((found == (wanted >> 8 if depth == 16 else wanted)).all(-1))
+    return np.asarray(found == (wanted * 255 // (2**depth - 1) if image.mode == "L" and depth < 8 else wanted))
+
+
+def _without_alpha(image: Image.Image, mode: str, name: Name) -> Image.Image:
     if image.mode[0] == "F":
         raise ValueError(f"{_text(name)}: got pixels of mode {image.mode}, expected whole numbers; convert the file")
     if image.mode[0] == "I":  # 16 bits
@@ -130,21 +189,6 @@ def to_pixels(image: Image.Image) -> NDArray[np.uint8]:
     mode = "L" if image.mode in ("1", "L") else "RGB"
     pixels = np.asarray(image if image.mode == mode else _convert(image, mode, "image"))
     return pixels[:, :, None] if mode == "L" else pixels
-
-
-def read_file(path: str, offset: int = 0, size: int | None = None) -> bytes:
-    """A file whole, or a stretch of it; half the cost of `open` for small ones. ValueError where it ends too early."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        wanted = os.fstat(number).st_size - offset if size is None else size
-        data = os.pread(number, wanted, offset)
-        while len(data) < wanted and (more := os.pread(number, wanted - len(data), offset + len(data))):
-            data += more  # more than 2 GiB, or a network disk
-    finally:
-        os.close(number)
-    if size is not None and len(data) < size:
-        raise ValueError(f"{path}: got {len(data)} of {size} bytes at byte {offset}; the file changed or is cut short")
-    return data
 
 
 class PackedStrings(Sequence[str]):
@@ -189,11 +233,18 @@ class _ZipIndex:
 
     path: str
     offset: NDArray[np.int64]  # [N] of the local header
-    size: NDArray[np.int64]  # [N] packed bytes
+    packed: NDArray[np.int64]  # [N] bytes
+    size: NDArray[np.int64]  # [N] bytes when unpacked
     method: NDArray[np.uint8]  # [N]
     crc: NDArray[np.uint32]  # [N]
 
     def read(self, i: int) -> bytes:
+        packed, size = int(self.packed[i]), int(self.size[i])
+        if max(packed, size) > _MOST_BYTES:
+            raise ValueError(
+                f"{self.path}: the member at byte {self.offset[i]} has {max(packed, size)} bytes, more than the "
+                f"{_MOST_BYTES} of the largest image; remove it"
+            )
         with open(self.path, "rb") as file:
             file.seek(int(self.offset[i]))
             header = file.read(30)
@@ -203,16 +254,16 @@ class _ZipIndex:
                 )
             name_bytes, extra_bytes = struct.unpack("<HH", header[26:30])
             file.seek(name_bytes + extra_bytes, os.SEEK_CUR)
-            data = file.read(int(self.size[i]))
+            data = file.read(packed)
         if self.method[i] == _ZIP_DEFLATED:
             try:
-                data = zlib.decompress(data, -zlib.MAX_WBITS)
+                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, size + 1)  # what it says, or a bomb
             except zlib.error as error:
                 raise ValueError(
                     f"{self.path}: the member at byte {self.offset[i]} is damaged ({error}); fetch it again"
                 ) from error
-        if zlib.crc32(data) != self.crc[i]:
-            raise ValueError(f"{self.path}: checksum of the member at byte {self.offset[i]} differs; fetch it again")
+        if len(data) != size or zlib.crc32(data) != self.crc[i]:
+            raise ValueError(f"{self.path}: size or checksum of the member at byte {self.offset[i]} differs; fetch it again")
         return data
 
 
@@ -331,9 +382,20 @@ class ImageList:
         try:
             return read_file(path)
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and not self._some_are_there:
+                raise ValueError(
+                    f"{self.path}: no file of the list was found, such as {path}; check data.root, the folder that "
+                    "relative paths start at"
+                ) from error
             raise ValueError(
                 f"{self.path}, line {self.line(i)}: cannot read {path} ({error.strerror}); check data.root and the list"
             ) from error
+
+    @functools.cached_property
+    def _some_are_there(self) -> bool:
+        """Whether any of a few paths, evenly spaced, leads to a file."""
+        chosen = np.linspace(0, len(self) - 1, _LOOKED_FOR).astype(np.int64).tolist()
+        return any(os.path.exists(os.path.join(self.root, self.name(i))) for i in chosen)
 
     def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
         path = os.path.join(self.root, self.name(i))
@@ -370,9 +432,14 @@ def _scan_folder(root: str, classes: list[str], labels: "array[int]") -> Iterato
             labels.append(label)
             yield os.fsencode(file)
     _warn_strays(root, strays)
-    if empty and labels:
-        shown = ", ".join(empty[:5]) + (", ..." if len(empty) > 5 else "")
-        raise ValueError(f"{root}: {len(empty)} class folders hold no images: {shown}; remove them")
+    if labels:
+        _refuse_empty(root, empty)
+
+
+def _refuse_empty(root: str, folders: list[str]) -> None:
+    if folders:
+        shown = ", ".join(folders[:5]) + (", ..." if len(folders) > 5 else "")
+        raise ValueError(f"{root}: {len(folders)} class folders hold no images: {shown}; remove them")
 
 
 def _warn_strays(root: str, strays: list[str]) -> None:
@@ -384,8 +451,11 @@ def _warn_strays(root: str, strays: list[str]) -> None:
 
 
 def _scan_zip(path: str) -> list[tuple[str, str, zipfile.ZipInfo]]:
-    """The images of an archive as sorted (class, file, info); folders above the classes must be the same for all."""
-    members, parents, strays = [], set(), []
+    """The images of an archive as sorted (class, file, info), by the rules of a folder.
+
+    Folders above the classes must be the same for all.
+    """
+    members, parents, folders, strays = [], set(), set[tuple[str, ...]](), []
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, NotImplementedError) as error:
@@ -393,7 +463,10 @@ def _scan_zip(path: str) -> list[tuple[str, str, zipfile.ZipInfo]]:
     with archive:
         for info in archive.infolist():
             parts = PurePosixPath(info.filename).parts
-            if info.is_dir() or not parts or parts[0] == "__MACOSX" or parts[-1].startswith("."):
+            if not parts or parts[0] == "__MACOSX" or any(part.startswith(".") for part in parts):
+                continue
+            folders.add(parts if info.is_dir() else parts[:-1])
+            if info.is_dir():
                 continue
             if not _is_image(parts[-1]):
                 strays += [info.filename] if len(parts) > 1 else []
@@ -408,7 +481,15 @@ def _scan_zip(path: str) -> list[tuple[str, str, zipfile.ZipInfo]]:
     if len(parents) > 1:
         shown = ", ".join(sorted("/".join(parent) or "(top)" for parent in parents)[:3])
         raise ValueError(f"{path}: class folders lie in {len(parents)} places ({shown}); expected one")
-    return sorted(members, key=lambda member: member[:2])
+    for parent in parents:
+        level = len(parent)
+        beside = {folder[level] for folder in folders if len(folder) > level and folder[:level] == parent}
+        _refuse_empty(path, sorted(beside - {name for name, _, _ in members}))
+    members.sort(key=lambda member: member[:2])
+    for one, other in pairwise(members):
+        if one[:2] == other[:2]:
+            raise ValueError(f"{path}: {'/'.join(one[:2])} is there more than once, expected each name once; pack it anew")
+    return members
 
 
 def _label_members(
@@ -425,7 +506,8 @@ def _zip_index(path: str, infos: list[zipfile.ZipInfo]) -> _ZipIndex:
     return _ZipIndex(
         path=str(Path(path).absolute()),
         offset=np.array([info.header_offset for info in infos], np.int64),
-        size=np.array([info.compress_size for info in infos], np.int64),
+        packed=np.array([info.compress_size for info in infos], np.int64),
+        size=np.array([info.file_size for info in infos], np.int64),
         method=np.array([info.compress_type for info in infos], np.uint8),
         crc=np.array([info.CRC for info in infos], np.uint32),
     )

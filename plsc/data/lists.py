@@ -24,10 +24,9 @@ def scan_list(path: str, labels: "array[int]", blanks: "array[int]") -> Iterator
                 blanks.append(number)
                 continue
             label = fields[-1]
-            if b"\r" in fields[0]:
-                raise ValueError(
-                    f"{path}, line {number}: got a carriage return within it, expected lines that end in \\n"
-                )
+            if b"\r" in fields[0] or b"\0" in fields[0]:
+                what = "carriage return" if b"\r" in fields[0] else "byte of value 0"
+                raise ValueError(f"{path}, line {number}: got a {what} within it, expected lines that end in \\n")
             if len(fields) != 2 or not fields[0] or not ((label.isdigit() and len(label) < 19) or label == b"-1"):
                 got = line.strip()[:200].decode(errors="replace")
                 shown = (
@@ -44,6 +43,11 @@ def scan_list(path: str, labels: "array[int]", blanks: "array[int]") -> Iterator
 def _kind(path: str, first: bytes) -> tuple[Fields, str]:
     """How the lines of a file are to be read, by its name and first line; and that in words."""
     fields = first.rstrip(b"\r\n").split(b"\t")
+    if len(fields) == 4 and all(field.isdigit() for field in fields[1:]):
+        raise ValueError(
+            f"{path}, line 1: got a name and three numbers, as TFace's lists of TFRecord shards have them, which are "
+            "not read; expected `path label`: write the images into a folder, .tar or .rec first"
+        )
     if not path.lower().endswith((".lst", ".tsv")) or len(fields) < 3:
         return _plain, "path label"
     if fields[1].lower().endswith(_SUFFIXES) or fields[2].strip() == b"label":

@@ -135,7 +135,9 @@ class Loader:
                 prefetch=self._prefetch,
                 start_method=self._start_method,
                 bad=self._bad if self._redraw else None,
-                remedy="mend or remove it, or draw another in its place with on_bad_image='redraw'",
+                remedy="`plsc-data verify` lists them all"
+                if self._redraw
+                else "mend or remove it, or draw another in its place with on_bad_image='redraw'",
                 whose=f"rank {self.rank}, " if self.world_size > 1 else "",
             )
         order = self._order

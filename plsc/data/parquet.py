@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plsc.data.images import _check_format, _warn_thin_classes, decode_image, read_file
+from plsc.data.files import read_file
+from plsc.data.images import _check_format, _warn_thin_classes, decode_image
 from plsc.data.parquet_pages import find_values
 from plsc.data.tar import find_shards
 from plsc.data.writing import WholeOrNothing, drop

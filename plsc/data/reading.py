@@ -1,5 +1,6 @@
 """Reads samples into batches: errors that name the sample, and others in the place of images that cannot be read."""
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -98,19 +99,20 @@ class Reader:
         try:
             return self.read(i, epoch), i
         except BadImage as error:
-            failed = [(i, str(error))]
+            failed = (i, str(error))
+            reasons = {str(error.__cause__): None}  # a set that keeps its order
         bits = np.random.Philox(key=[self._seed, _REDRAW], counter=[0, 0, epoch, i])
         for j in np.random.Generator(bits).integers(len(self.dataset), size=_REDRAWS).tolist():
             try:
                 image = self.read(j, epoch, drawn_as=i)
             except BadImage as error:
-                failed.append((j, str(error)))
+                reasons[str(error.__cause__)] = None
                 continue
             if replaced is not None:
-                replaced.append(failed[0])
+                replaced.append(failed)
             return image, j
-        shown = "; ".join(why for _, why in failed[:_NAMED])
-        raise BadImage(f"none of {len(failed)} samples drawn in turn can be read: {shown}")
+        shown = "; ".join(itertools.islice(reasons, _NAMED))
+        raise BadImage(f"none of {_REDRAWS + 1} samples drawn in turn can be read: {shown}")
 
     def read(self, i: int, epoch: int, *, drawn_as: int | None = None) -> NDArray[np.uint8]:
         """Sample i as the transform leaves it, uint8 [H, W, C]; drawn_as: whose random numbers it takes."""

@@ -17,6 +17,7 @@ from numpy.lib.format import write_array_header_1_0
 from numpy.typing import NDArray
 
 from plsc.data import native
+from plsc.data.files import OpenFile
 from plsc.data.images import _check_format, _warn_thin_classes, decode_image
 from plsc.data.records import (
     EXACT,
@@ -78,7 +79,7 @@ class RecordIO:
             raise ValueError(f"got index={index!r}, expected 'auto' or 'rebuild'")
         self.path = os.path.join(path, "train.rec") if os.path.isdir(path) else os.fspath(path)
         self.image_size, self.channels = image_size, channels
-        self._map: mmap.mmap | None = None
+        self._file: OpenFile | None = None
         self._cache = None if cache is None else os.fspath(cache)
         rows = _load_cache(self._cache, self.path) if self._cache and index == "auto" else None
         if rows is None:
@@ -109,12 +110,12 @@ class RecordIO:
     def _read(self, i: int, take: Callable[[bytes], T]) -> T:
         if not 0 <= i < len(self):
             raise IndexError(f"got sample {i}, expected 0 to {len(self) - 1}")
-        if self._map is None:  # mapped anew in each process that reads
-            self._map = open_map(self.path)
         try:
-            return take(read_record(self._map, int(self._offsets[i]))[0])
-        except ValueError as error:
-            raise ValueError(f"{self.name(i)}, byte {self._offsets[i]}: {error}") from error
+            if self._file is None:  # opened anew in each process that reads
+                self._file = OpenFile(self.path)
+            return take(read_record(self._file, int(self._offsets[i]))[0])
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self._place(i)}: {error}") from error
 
     def __getitem__(self, i: int) -> tuple[NDArray[np.uint8], int]:
         image = self._read(i, image_of)
@@ -124,7 +125,7 @@ class RecordIO:
         return f"{self.name(i)}, byte {self._offsets[i]}"
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"_map": None}
+        state = self.__dict__ | {"_file": None}
         if isinstance(self._rows, np.memmap):  # a worker process maps the cache rather than getting a copy
             for name in ("_rows", "_keys", "_offsets", "labels"):
                 del state[name]

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.files import OpenFile
 from plsc.data.writing import WholeOrNothing, drop
 
 MAGIC = bytes.fromhex("0a23d7ce")
@@ -29,6 +30,7 @@ EXACT = 2**24  # the first whole number of which float32 does not tell its neigh
 MAX_CLASS = 2**53 - 1
 
 Data = mmap.mmap | bytes
+
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def open_map(path: str) -> mmap.mmap:
         raise ValueError(f"{path}: got no records ({reason}), expected a .rec file; check the path") from error
 
 
-def read_record(data: Data, start: int, *, strict: bool = False) -> tuple[bytes, int]:
+def read_record(data: Data | OpenFile, start: int, *, strict: bool = False) -> tuple[bytes, int]:
     """The payload of the record at byte `start`, and the byte after the record.
 
     strict also refuses an aligned magic inside a part (its length is wrong). ValueError says what is there instead.
@@ -82,7 +84,7 @@ def read_record(data: Data, start: int, *, strict: bool = False) -> tuple[bytes,
     while True:
         if not 0 <= at <= size - PART.size:
             raise ValueError(f"the file ends at byte {size}, before the record at byte {start} does")
-        magic, word = PART.unpack_from(data, at)
+        magic, word = PART.unpack(data[at : at + PART.size])
         kind, length = word >> 29, word & MAX_LENGTH
         if magic != MAGIC:
             raise ValueError(f"got {magic.hex()} at byte {at}, expected a record's magic {MAGIC.hex()}")
@@ -95,9 +97,9 @@ def read_record(data: Data, start: int, *, strict: bool = False) -> tuple[bytes,
             raise ValueError(f"the file ends at byte {size}, the record at byte {start} reaches to {end}")
         if kind in (FIRST, MIDDLE) and length % 4:
             raise ValueError(f"got a part of {length} bytes at byte {at}, expected a multiple of 4 before another part")
-        if strict and (inside := _find_aligned(data, first, stop)) >= 0:
-            raise ValueError(f"the record at byte {start} holds another at byte {inside}: its length is wrong")
         pieces.append(data[first:stop])
+        if strict and (inside := _find_aligned(pieces[-1], 0, length)) >= 0:
+            raise ValueError(f"the record at byte {start} holds another at byte {first + inside}: its length is wrong")
         at = end
         if kind in (WHOLE, LAST):
             return MAGIC.join(pieces), at
@@ -175,7 +177,7 @@ def find_records(data: Data) -> "array[int]":
     return offsets
 
 
-def _find_aligned(data: Data, start: int, stop: int) -> int:
+def _find_aligned(data: bytes, start: int, stop: int) -> int:
     """The first magic in data[start:stop] at a multiple of 4 from start, -1 if there is none."""
     at = data.find(MAGIC, start, stop)
     while at >= 0 and (at - start) % 4:

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.files import read_file
 from plsc.data.images import (
     SUFFIXES,
     PackedStrings,
     _check_format,
     _warn_thin_classes,
     decode_image,
-    read_file,
 )
 from plsc.data.writing import WholeOrNothing, drop
 

@@ -132,6 +132,7 @@ class _Array:
         self.kind, self.data = kind, data
 
 
+_STEPS = {step.code.encode("latin-1"): step for step in pickletools.opcodes}
 _TYPES = {"b1", *(f"{sign}{size}" for sign in "iu" for size in (1, 2, 4, 8))}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _NUMBERS = {"BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1"}
@@ -204,7 +205,7 @@ def _steps(data: bytes) -> Iterator[tuple[str, Any]]:
     """Name and argument of each step, as pickletools.genops reads them; that one stops at bytes in Python 2's text."""
     file = io.BytesIO(data)
     while code := file.read(1):
-        step = pickletools.code2op.get(code.decode("latin-1"))
+        step = _STEPS.get(code)
         if step is None:
             raise ValueError(f"byte {file.tell() - 1} begins no pickle step")
         if step.name == "STRING":

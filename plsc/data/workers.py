@@ -23,9 +23,12 @@ from plsc.data.reading import Item, Read, Reader
 _WATCH_SECONDS = 5.0  # after which an idle process looks whether the one that started it still lives
 _END_SECONDS = 2.0  # that a process gets to finish what it reads
 
-_LIKELY: dict[int, str] = {
-    signal.SIGKILL: "out of memory?",
-    signal.SIGBUS: "a disk error, or a file cut short while it was read?",
+_LIKELY: dict[int, tuple[str, str]] = {  # what a signal tells, and what to do
+    signal.SIGKILL: ("out of memory?", "give the loader fewer workers or a smaller batch"),
+    signal.SIGBUS: (
+        "a mapped file was cut short, its disk failed, or shared memory is full",
+        "look at the files of {path} with `plsc-data verify`, and at the free space of /dev/shm",
+    ),
 }
 
 Task = tuple[int, Item]  # (slot, batch)
@@ -56,6 +59,7 @@ class ReadingProcesses:
         context = multiprocessing.get_context(start_method)
         inherit = context.get_start_method() == "fork"
         self._limit, self._whose = number * ahead, whose
+        self._path = getattr(reader.dataset, "path", "the data set")
         self._ends: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._left: deque[int] = deque()  # who still owes answers to tasks whose asker has gone
@@ -124,9 +128,9 @@ class ReadingProcesses:
         process.join(_END_SECONDS)
         code, pid = process.exitcode, process.pid
         if code is not None and code < 0:
-            why = _LIKELY.get(-code)
+            why, remedy = _LIKELY.get(-code, ("", "look for the reason"))
             how = f"was killed (signal {-code}{'; ' + why if why else ''})"
-            remedy = "give the loader fewer workers or a smaller batch; the system's log tells who ended it"
+            remedy = f"{remedy.format(path=self._path)}; the system's log tells who ended it"
         else:
             how = f"ended by itself (exit code {code})"
             remedy = (

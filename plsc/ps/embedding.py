@@ -52,7 +52,7 @@ class SparseEmbedding(nn.Module):
 
     def __init__(self, table: Store, *, pooling: str = "sum", padding_key: int | None = None) -> None:
         super().__init__()
-        if not all(hasattr(table, name) for name in ("pull", "push", "dim")):
+        if not all(hasattr(table, name) for name in ("pull", "dim")):  # what Served has, which is read only
             raise ValueError(f"table: got {type(table).__name__}, expected a plsc.ps.Table or what stands in its place")
         if pooling not in POOLINGS:
             raise ValueError(f"pooling: got {pooling!r}, expected one of {', '.join(POOLINGS)}")

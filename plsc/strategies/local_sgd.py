@@ -49,7 +49,11 @@ class LocalSGDOptions:
 
 @dataclass
 class _Bucket:
-    """Tensors that travel together: their values at the last meeting, and what the ranks have made of them since."""
+    """Tensors that travel together: values that all ranks have alike, and how far each rank's own are from them.
+
+    For weights those of the last meeting. Statistics move in the forward, before anybody says that a step begins: for
+    them rank 0's at this meeting, so that a constant stays what it is.
+    """
 
     tensors: list[Tensor]
     anchor: Tensor
@@ -111,7 +115,8 @@ class LocalSGD:
         """Before the optimizer's step: where the ranks have just met, remembers the weights they start from."""
         if not self._anchored:
             for bucket in self._buckets:
-                torch._foreach_copy_(bucket.anchors, bucket.tensors)
+                if bucket.outer:
+                    torch._foreach_copy_(bucket.anchors, bucket.tensors)
             self._anchored = True
 
     def note(self, loss: Tensor, *, samples: float = 1.0) -> None:
@@ -227,6 +232,13 @@ class LocalSGD:
         self.since, self._anchored = 0, False
         if self.comm.world_size == 1 and self.options.outer_lr == 1 and not self.options.outer_momentum:
             return
+        works = []
+        for bucket in self._buckets:
+            if not bucket.outer:
+                torch._foreach_copy_(bucket.anchors, bucket.tensors)
+                works.append(self.comm.broadcast(bucket.anchor))
+        for work in works:
+            work.wait()
         works = []
         for turn, bucket in enumerate(self._buckets):
             torch._foreach_copy_(bucket.moves, bucket.tensors)

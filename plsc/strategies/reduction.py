@@ -153,7 +153,7 @@ class Lanes:
 
     def __init__(self, reduction: Reduction, comm: Communicator, *, lanes: int = 1) -> None:
         """Collective where lanes > 1 or the reduction is staged."""
-        if lanes < 1 or (lanes > 2 and comm.name == "nccl"):
+        if lanes < 1 or (lanes > 2 and comm.name in ("nccl", "cupy_nccl")):
             raise ValueError(f"lanes: got {lanes}, expected at least 1, and at most 2 on NCCL, where more may deadlock")
         self.reduction, self.world_size = reduction, comm.world_size
         own = (lanes > 1 or reduction.staged) and comm.world_size > 1

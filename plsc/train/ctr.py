@@ -78,7 +78,10 @@ class CtrTrainer:
                 while self.train_data.epoch < self.config.epochs and not self._over():
                     ended = self._epoch(pool)
                     result = self.evaluate()
-                    self._log.write({"step": self.step, **{f"test_{name}": x for name, x in result.items()}})
+                    if self.step == 0:
+                        raise ValueError(f"got no rows to train on in {', '.join(self.train_data.files)}")
+                    told = {f"test_{name}": x for name, x in result.items() if not math.isnan(x)}
+                    self._log.write({"step": self.step, **told})
                     said = ", ".join(f"{name} {x:.4f}" for name, x in result.items())
                     logger.info("epoch %d, step %d, held out: %s", self.train_data.epoch, self.step, said)
                     self.save()
@@ -104,6 +107,12 @@ class CtrTrainer:
                 if group >= 0:
                     group_auc.update(logits, clicked, ids.reshape(len(ids), -1)[:, group])
         model.train()
+        if math.isnan(auc.value()):
+            logger.warning(
+                "the held-out part has %d rows, all of one kind or none: it has no AUC; give data.test or a larger "
+                "data.test_share",
+                log_loss.samples,
+            )
         found = {"auc": auc.value(), "log_loss": log_loss.value(), "calibration": log_loss.calibration()}
         return {**found, "group_auc": group_auc.value()} if group >= 0 else found
 
@@ -261,7 +270,8 @@ def train(config: CtrConfig, *, progress: Progress | None = None) -> dict[str, f
     truth = out / "data" / "truth.json"
     if config.data.kind == "synthetic":
         result["best_auc"] = json.loads(truth.read_text(encoding="utf-8"))["best_auc"]
-    text = json.dumps({"step": trainer.step, **result}, indent=2)
+    known = {name: None if math.isnan(x) else x for name, x in result.items()}  # JSON has no NaN
+    text = json.dumps({"step": trainer.step, **known}, indent=2)
     (out / "result.json").write_text(text + "\n", encoding="utf-8")
     records = [record for record in read_records(out / "metrics.jsonl") if "loss" in record]
     if records:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from plsc.data.click_formats import Format
 from plsc.data.synthetic_clicks import SYNTHETIC, write_clicks
 from plsc.models.clicks import CLICK_MODELS
 from plsc.ps import RULES, Rule, Table
+from plsc.ps.serving import DTYPES
 from plsc.train.config import did_you_mean
 
 KINDS = ("synthetic", "criteo", "columns", "libsvm", "multislot", "parquet")
@@ -123,8 +125,18 @@ class CtrConfig:
                 raise ValueError(f"{what} is {name!r}{did_you_mean(name, known)}; expected one of {', '.join(known)}")
         if self.data.kind != "synthetic" and not self.data.train:
             raise ValueError("data.train is empty, expected files of click logs or patterns such as day_*")
-        if self.model.factors < 1 or self.dense.lr <= 0:
-            raise ValueError("model.factors and dense.lr: expected at least 1, and more than 0")
+        if self.data.kind == "synthetic" and (self.data.train or self.data.test):
+            raise ValueError("data.kind is 'synthetic', got files to read as well; say their kind")
+        for what, number, fits, expected in (
+            ("model.factors", self.model.factors, self.model.factors >= 1, "at least 1"),
+            ("model.hidden", list(self.model.hidden), min(self.model.hidden, default=1) >= 1, "layers of at least 1"),
+            ("model.dropout", self.model.dropout, 0 <= self.model.dropout < 1, "0 or more, less than 1"),
+            ("dense.lr", self.dense.lr, 0 < self.dense.lr < math.inf, "a positive number"),
+            ("dense.weight_decay", self.dense.weight_decay, 0 <= self.dense.weight_decay < math.inf, "0 or more"),
+            ("export_dtype", self.export_dtype, self.export_dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
+        ):
+            if not fits:
+                raise ValueError(f"{what} is {number!r}, expected {expected}")
 
 
 def open_clicks(config: CtrConfig) -> tuple[Clicks, Clicks]:
@@ -138,6 +150,8 @@ def open_clicks(config: CtrConfig) -> tuple[Clicks, Clicks]:
         if folders := [path for path in paths if Path(path).is_dir()]:
             raise ValueError(f"{name} has {folders[0]}, a folder; expected files or patterns such as day_*")
     format, split = click_format(data), bool(test)
+    if not -1 <= data.group < format.num_slots:
+        raise ValueError(f"data.group is {data.group}, expected a slot, 0 to {format.num_slots - 1}, or -1 for none")
     return (
         Clicks(
             train,

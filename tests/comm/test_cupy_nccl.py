@@ -24,8 +24,9 @@ from torch import Tensor
 import plsc.comm.cupy_nccl as cupy_nccl
 from plsc.comm import BACKENDS, CommError, Communicator, Work, connect, run_ranks
 from plsc.comm.cupy_nccl import CupyNcclCommunicator, Session, check_version, in_time, open_handle
+from plsc.strategies.reduction import Lanes, Plain
 
-STREAM = 77  # the address of the stand-in's stream of verbs
+STREAM = 77  # the address of the stand-in's stream of verbs; lanes have the next ones
 
 
 class StandIn:
@@ -156,13 +157,17 @@ class Event:
 class Streams:
     """Queues are done as soon as they are filled; the order of events is written down."""
 
-    def __init__(self, nccl: StandIn) -> None:
-        self.nccl, self.happened = nccl, True
+    def __init__(self, nccl: StandIn, address: int = STREAM) -> None:
+        self.nccl, self.happened, self.address, self.lanes = nccl, True, address, 0
+
+    def lane(self) -> Streams:
+        self.lanes += 1
+        return Streams(self.nccl, self.address + self.lanes)
 
     def run(self, issue: Callable[[int], None], tensors: Any) -> Event:
         self.nccl.wires = self.wires_of(issue)
         self.nccl.note("wait for the current stream")
-        issue(STREAM)
+        issue(self.address)
         self.nccl.note("keep", *(tuple(tensor.shape) for tensor in tensors))
         return Event(self.happened)
 
@@ -183,8 +188,10 @@ def stand_in(comm: Communicator) -> CupyNcclCommunicator:
     """The communicator under test over the stand-in, for one rank of a world of threads."""
     nccl = StandIn()
     handle = Handle(nccl, comm.split([list(range(comm.world_size))]))
-    session = Session(nccl, Streams(nccl), timeout=60.0)
-    return CupyNcclCommunicator(handle, session=session, control=comm, device=torch.device("cpu"))
+    session = Session(nccl, timeout=60.0)
+    return CupyNcclCommunicator(
+        handle, session=session, streams=Streams(nccl), control=comm, device=torch.device("cpu")
+    )
 
 
 def contract_module() -> types.ModuleType:
@@ -266,7 +273,7 @@ def test_overdue_verb_aborts_everything() -> None:
         session = ours._session
         part = ours.split([[0, 1]])
         session._thread = object()  # type: ignore[assignment]  # no thread: this test looks
-        session.streams.happened = False
+        ours._streams.happened = part._streams.happened = False  # type: ignore[attr-defined]
         work = ours.all_reduce(torch.ones(2))
         (pending,) = session._pending
         session.look(pending.deadline - 1)
@@ -294,7 +301,7 @@ def test_error_of_nccl_aborts_everything() -> None:
         ours = stand_in(comm)
         session = ours._session
         session._thread = object()  # type: ignore[assignment]
-        session.streams.happened = False
+        ours._streams.happened = False
         ours.all_reduce(torch.ones(2))
         ours.handle.error = RuntimeError("NCCL_ERROR_REMOTE_ERROR")
         session.look(0.0)
@@ -329,18 +336,79 @@ def test_watchdog_runs_in_a_thread_and_ends() -> None:
     run_ranks(1, ranks)
 
 
-@pytest.mark.parametrize("identity", [bytes(range(128)), tuple(range(-64, 64))])
-def test_unique_id_travels_over_the_store(identity: Any) -> None:
-    """Bytes in CuPy 14, signed numbers before."""
-    store = dist.HashStore()
+def test_lanes_have_streams_of_their_own() -> None:
+    """A split into one group of all ranks runs beside its origin; parts of the ranks share its stream."""
+
+    def ranks(comm: Communicator) -> None:
+        ours = stand_in(comm)
+        nccl: StandIn = ours._session.nccl
+        lanes = Lanes(Plain(), ours, lanes=2)
+        nccl.calls.clear()
+        flats = [torch.full((3,), float(i + comm.rank)) for i in range(3)]
+        works = [lanes.start(flat, turn=turn) for turn, flat in enumerate(flats)]
+        assert [call[-1] for call in of(nccl, "allReduce")] == [STREAM + 1, STREAM + 2, STREAM + 1]
+        assert [float(work.wait()[0]) for work in works] == [0.5, 1.5, 2.5]
+        nccl.calls.clear()
+        ours.split([[0], [1]]).all_reduce(torch.ones(1)).wait()
+        assert of(nccl, "allReduce")[0][-1] == STREAM
+        with pytest.raises(ValueError, match="at most 2 on NCCL"):
+            Lanes(Plain(), ours, lanes=3)
+
+    run_ranks(2, ranks)
+
+
+def test_a_late_verb_of_one_lane_hides_no_error_of_another() -> None:
+    def ranks(comm: Communicator) -> None:
+        ours = stand_in(comm)
+        lane = ours.split([[0, 1]])
+        session = ours._session
+        session._thread = object()  # type: ignore[assignment]
+        for one in (ours, lane):
+            one._streams.happened = False  # type: ignore[attr-defined]
+        ours.all_reduce(torch.ones(2))
+        lane.broadcast(torch.ones(1))
+        lane.handle.error = RuntimeError("NCCL_ERROR_REMOTE_ERROR")  # type: ignore[attr-defined]
+        session.look(0.0)
+        assert session.failure is not None and "broadcast" in str(session.failure)
+        assert ours.handle.ended == "aborted"
+
+    run_ranks(2, ranks)
+
+
+def test_unique_id_travels_over_the_store() -> None:
+    store, identity = dist.HashStore(), bytes(range(128))
     given: dict[int, bytes] = {}
     nccl = types.SimpleNamespace(
         get_unique_id=lambda: identity, NcclCommunicator=lambda size, unique, rank: given.setdefault(rank, unique)
     )
     for rank in range(3):
         open_handle(nccl, store, rank, 3)
-    expected = identity if isinstance(identity, bytes) else bytes(number & 255 for number in identity)
-    assert list(given.values()) == [expected] * 3
+    assert list(given.values()) == [identity] * 3
+
+
+def test_the_stand_in_has_cupys_interface() -> None:
+    """Constants, and what each call takes in which order, of the CuPy that is installed; no GPU is asked."""
+    nccl = pytest.importorskip("cupy.cuda.nccl", reason="needs CuPy")
+    if not nccl.available:
+        pytest.skip("CuPy finds no libnccl.so.2")
+    for name in vars(StandIn):
+        if name.startswith("NCCL_"):
+            assert getattr(nccl, name) == getattr(StandIn, name), name
+    real = nccl.NcclCommunicator
+    for name, method in vars(Handle).items():
+        if name.startswith("_") or name in ("memory", "note"):
+            continue
+        declared = getattr(real, name).__doc__.splitlines()[0]  # allReduce(self, intptr_t sendbuf, ...)
+        theirs = [part.split("=")[0].split()[-1] for part in declared[declared.index("(") + 1 : -1].split(",")]
+        ours = method.__code__.co_varnames[: method.__code__.co_argcount]
+        assert len(theirs) - declared.count("=") == len(ours), (name, declared)
+        # where each number stands, whatever the address before it is called
+        meaning = {"kind": "datatype", "count": "count", "op": "op", "root": "root", "peer": "peer", "stream": "stream"}
+        for at, word in enumerate(ours):
+            assert theirs[at] in (meaning.get(word, theirs[at]), "recvcount"), (name, declared)
+    identity = nccl.get_unique_id()
+    assert isinstance(identity, bytes) and len(identity) == 128
+    assert issubclass(nccl.NcclError, RuntimeError) and callable(nccl.groupStart) and callable(nccl.groupEnd)
 
 
 def test_ranks_that_never_come_are_not_waited_for() -> None:

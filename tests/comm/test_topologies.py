@@ -34,8 +34,8 @@ BUILDS: dict[str, tuple[tuple[int, ...], Build]] = {
     "hierarchical of 3": ((6,), lambda comm: Hierarchical(comm, hosts=3)),
     "one host": ((2, 3), lambda comm: Hierarchical(comm)),
     "uneven hosts": ((4,), lambda comm: Hierarchical(comm, hosts=[1, 3])),
-    "grid": ((4, 6), lambda comm: Grid2D(comm, rows=2, cols=comm.world_size // 2)),
-    "auto": ((2, 4), Auto),
+    "grid": ((2, 4, 6), lambda comm: Grid2D(comm, rows=2, cols=comm.world_size // 2)),
+    "auto": ((2, 4, 6), Auto),
     "own": ((3,), lambda comm: Gathering(comm)),
 }
 CASES = [(name, world) for name, (worlds, _) in BUILDS.items() for world in worlds]

@@ -132,9 +132,7 @@ def test_launchers_are_understood(environment: str, expected: Launch | None, mon
         ("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=many SLURM_STEP_NODELIST=n1", "SLURM_STEP_NUM_TASKS=many"),
     ],
 )
-def test_several_ranks_without_what_they_need(
-    environment: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_ranks_without_what_they_need(environment: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never a world of one each, all of which would train and write to one folder."""
     for word in environment.split():
         monkeypatch.setenv(*word.split("=", 1))

@@ -61,22 +61,68 @@ def test_nvcc_takes_all_without_a_spill() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_nvrtc_takes_it(name: str) -> None:
-    """What CuPy compiles with on a GPU machine; NVRTC itself needs none."""
-    pytest.importorskip("cupy", reason="needs CuPy and NVRTC")
-    from cupy.cuda import nvrtc
+def test_nvrtc_takes_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very function that makes machine code on a GPU machine, which NVRTC itself needs not be; kept on disk."""
+    nvrtc = pytest.importorskip("cupy.cuda.nvrtc", reason="needs CuPy and NVRTC")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    for arch in ("75", "90"):
+        binary = launching.machine_code(nvrtc, name, arch)
+        assert binary.startswith(b"\x7fELF") and len(binary) > 1000
+        kept = max(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        assert kept.read_bytes() == binary
 
-    folder = source_folder()
-    code = (folder / f"{name}.cu").read_text(encoding="utf-8")
-    for arch in (75, 90):
-        options = (*OPTIONS, f"-I{folder}", f"-arch=sm_{arch}")
-        program = nvrtc.createProgram(code, f"{name}.cu", (), ())
-        try:
-            nvrtc.compileProgram(program, options)
-        except nvrtc.NVRTCError as error:
-            pytest.fail(f"{error}: {nvrtc.getProgramLog(program)}")
-        assert len(nvrtc.getCUBIN(program)) > 1000
-        nvrtc.destroyProgram(program)
+
+def test_nvrtc_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc = pytest.importorskip("cupy.cuda.nvrtc", reason="needs CuPy and NVRTC")
+    (tmp_path / "common.cuh").write_text("#pragma once\n")
+    (tmp_path / "bad.cu").write_text('#include "common.cuh"\nextern "C" __global__ void f() { nothing(); }\n')
+    monkeypatch.setattr(launching, "source_folder", lambda: tmp_path)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(RuntimeError, match=r'cuda/bad\.cu, -std=c\+\+17 --fmad=false -arch=sm_90: .*\n.*"nothing"'):
+        launching.machine_code(nvrtc, "bad", "90")
+    assert not (tmp_path / "cache").exists()
+
+
+class Nvrtc:
+    """CuPy's module nvrtc, without a compiler."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, tuple[str, ...]]] = []
+
+    def getSupportedArchs(self) -> tuple[int, ...]:
+        return 75, 90, 120
+
+    def getVersion(self) -> tuple[int, int]:
+        return 13, 0
+
+    def createProgram(self, code: str, name: str, headers: tuple[()], includes: tuple[()]) -> str:
+        return code
+
+    def compileProgram(self, program: str, options: tuple[str, ...]) -> None:
+        self.compiled.append((program, options))
+
+    def getCUBIN(self, program: str) -> bytes:
+        return b"cubin"
+
+    def getPTX(self, program: str) -> bytes:
+        return b"ptx"
+
+    def destroyProgram(self, program: str) -> None:
+        pass
+
+
+def test_machine_code_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header is in the text, no denormal is flushed, a GPU newer than NVRTC gets text, no folder is no failure."""
+    nvrtc = Nvrtc()
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    assert [launching.machine_code(nvrtc, "half", "90") for _ in range(2)] == [b"cubin"] * 2
+    assert launching.machine_code(nvrtc, "half", "130") == b"ptx"
+    assert [options for _, options in nvrtc.compiled] == [(*OPTIONS, "-arch=sm_90"), (*OPTIONS, "-arch=compute_120")]
+    code = nvrtc.compiled[0][0]
+    assert "#include" not in code and "DEVICE u32 mix(u32 h)" in code and not any("ftz" in word for word in OPTIONS)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file"))
+    assert launching.machine_code(nvrtc, "half", "90") == b"cubin" and len(nvrtc.compiled) == 3
 
 
 class Recorder:
@@ -84,7 +130,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
-        self.cuda = SimpleNamespace(Device=self.entered("device"), Stream=self.entered("stream"))
+        self.cuda = SimpleNamespace(Device=self.entered("device"), Stream=self.entered("stream"), nvrtc=Nvrtc())
+        self.cuda.function = SimpleNamespace(Module=self.module)
         self.cuda.Stream.null = self.entered("stream")(0)
         self.cuda.Stream.from_external = lambda outer: self.entered("stream")(outer.__cuda_stream__())
 
@@ -92,6 +139,8 @@ class Recorder:
         calls = self.calls
 
         class Entered:
+            compute_capability = "90"
+
             def __init__(self, which: object) -> None:
                 self.which = which
 
@@ -103,18 +152,17 @@ class Recorder:
 
         return Entered
 
-    def RawModule(self, *, code: str, options: tuple[str, ...]) -> Any:
-        self.calls.append(("compile", code, options))
-
+    def module(self) -> Any:
         def get_function(name: str) -> Any:
             return lambda grid, block, args: self.calls.append((name, grid, block, args))
 
-        return SimpleNamespace(get_function=get_function)
+        return SimpleNamespace(load=lambda code: self.calls.append(("load", code)), get_function=get_function)
 
 
-def test_a_launch_as_cupy_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Order, stream, arguments as numpy scalars; a file is compiled once; the header is in the text."""
+def test_a_launch_as_cupy_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Order, device, stream, arguments as numpy scalars; a file is loaded once."""
     recorder = Recorder()
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", recorder)
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
@@ -125,9 +173,8 @@ def test_a_launch_as_cupy_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     stream.cuda_stream = 4711
     launcher.launch("half", "one", grid=(5,), args=args, threads=32)
     launcher.launch("half", "one", grid=(5, 0), args=args)  # nothing to do
-    compiled = [call for call in recorder.calls if call[0] == "compile"]
-    assert len(compiled) == 1 and compiled[0][2] == (*OPTIONS, f"-I{source_folder()}")
-    assert "#include" not in compiled[0][1] and "DEVICE u32 mix(u32 h)" in compiled[0][1]
+    assert [call for call in recorder.calls if call[0] == "load"] == [("load", b"cubin")]
+    assert recorder.calls[:2] == [("device", 1), ("load", b"cubin")]  # into the context of that GPU
     runs = [call for call in recorder.calls if call[0] == "one"]
     assert [run[1:3] for run in runs] == [((2, 3), (256,)), ((5,), (32,))]
     passed = runs[0][3]

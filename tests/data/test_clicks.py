@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -108,10 +109,51 @@ def test_bad_arguments(tmp_path: Path) -> None:
         Clicks(write(tmp_path / "a.csv", range(3)), CSV, batch_size=0)
     with pytest.raises(ValueError, match="windows of 4096 lines, expected 16"):
         Clicks(tmp_path / "a.csv", CSV, batch_size=16).load_state_dict(Clicks(tmp_path / "a.csv", CSV).state_dict())
+    for wrong in ({"batch_size": 2.5}, {"shuffle": "1"}, {"readers": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Clicks(tmp_path / "a.csv", CSV, **wrong)
+    for columns in ((0, [-1], [2]), (0, [1], ["b"]), (0, [1], [2], "||")):
+        with pytest.raises(ValueError, match="expected"):
+            Columns(*columns)
     with pytest.raises(ValueError, match="split 'val'"):
         Clicks(tmp_path / "a.csv", CSV, split="val")
     with pytest.raises(ValueError, match="label"):
         MultiSlot(["ids", "ids"])
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    whole = gzip.compress(b"1,2,x,y\n" * 9000)
+    for name, data in (
+        ("cut.gz", whole[:-20]),
+        ("flipped.gz", whole[:40] + b"\0" * 9 + whole[49:]),
+        ("no.gz", b"1,2,x,y"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=f"{name} is damaged"):
+            list(Clicks(tmp_path / name, Columns(0, [1], [2])))
+    (tmp_path / "a.parquet").write_bytes(b"PAR1xx")
+    with pytest.raises(ValueError, match=r"a\.parquet is no Parquet file"):
+        list(Clicks(tmp_path / "a.parquet", Parquet("y", [], ["a"])))
+
+
+def test_a_file_that_became_shorter_is_not_gone_on_with(tmp_path: Path) -> None:
+    options = {"format": CSV, "batch_size": 10}
+    parquet = {"format": Parquet("click", ["number"], ["a", "b"]), "batch_size": 10}
+    for path, how in ((tmp_path / "a.csv", options), (tmp_path / "a.parquet", parquet)):
+        for count in (100, 20):
+            write(tmp_path / "a.csv", range(count))
+            pq.write_table(pa.csv.read_csv(tmp_path / "a.csv"), tmp_path / "a.parquet", row_group_size=7)
+            clicks = Clicks(path, **how)
+            if count == 100:
+                batches = iter(clicks)
+                for _ in range(5):
+                    next(batches)
+                place = clicks.state_dict()
+        clicks.load_state_dict(place)
+        with pytest.raises(ValueError, match="has 20 records, expected more than the 50"):
+            list(clicks)
+    with pytest.raises(ValueError, match="a place in file 2"):
+        clicks.load_state_dict({**place, "place": [2, 0]})
 
 
 def columns_by_python(path: Path, format: Columns) -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 """Mishaps of users: full disks, names that are taken, labels far apart, names that mislead, archives cut or joined."""
 
+import errno
 import io
 import itertools
 import logging
@@ -18,7 +19,7 @@ import pytest
 from PIL import Image
 
 from plsc import cli
-from plsc.data import ImageFolder, ImageList, LMDBImages, RecordIO, TarShards, convert, open_images, read_pairs, split
+from plsc.data import ImageFolder, ImageList, LMDBImages, Loader, RecordIO, TarShards, convert, open_images, read_pairs, split
 from plsc.data.convert import Encoded
 from plsc.data.parquet import ParquetImages
 
@@ -360,3 +361,37 @@ for rows in (image, image[::-1], np.broadcast_to(image[3:], (4, 20, 3))):
     assert np.array_equal(out, rows[:, ::-1])
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+# Files that change or fail while they are read
+
+
+@pytest.mark.parametrize("kind", ["rec", "tar", "parquet"])
+@pytest.mark.parametrize("mishap", ["cut", "eio"])
+def test_a_file_that_fails_while_it_is_read_is_a_bad_image(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, mishap: str
+) -> None:
+    """A memory map would end the process. Of the 12 images the last is lost, so 3 epochs replace it 3 times."""
+    path = tmp_path / f"a.{kind}"
+    convert(open_images(folder), path)
+    data = open_images(path, image_size=8)
+    loader = Loader(data, 4, on_bad_image="redraw")
+    whole, last = [data.encoded(i) for i in range(12)], path.read_bytes().rindex(data.encoded(11))
+    if mishap == "cut":
+        os.truncate(path, last + 1)
+        said = "cut short"
+    else:
+        pread = os.pread
+
+        def fail(number: int, size: int, offset: int) -> bytes:
+            if offset + size > last:
+                raise OSError(errno.EIO, "Input/output error")
+            return pread(number, size, offset)
+
+        monkeypatch.setattr(os, "pread", fail)
+        said = "Input/output error"
+    assert [data.encoded(i) for i in range(11)] == whole[:11]
+    with pytest.raises((OSError, ValueError), match=said) as caught:
+        data.encoded(11)
+    assert str(path) in str(caught.value)
+    assert len(list(loader.epochs(3))) == 9 and loader.num_bad == 3

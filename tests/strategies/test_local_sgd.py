@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import plsc
 from plsc.comm import Communicator, Counting, LocalCommunicator, Shard, mark, run_ranks
-from plsc.strategies import Fp16, LocalSGD, LocalSGDOptions, Reduction
+from plsc.strategies import Fp16, LocalSGD, LocalSGDOptions, Reduction, broadcast_parameters
 from plsc.strategies.local_sgd import adapted_period
 from plsc.train.checkpoint import load, save
 
@@ -172,6 +173,39 @@ def test_statistics_counts_and_cut_weights() -> None:
         assert same[0] == same[1] == same[2]
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize("way", ["fleet", "around"])
+def test_statistics_are_the_mean_of_the_ranks_at_each_meeting(way: str) -> None:
+    """Also what the forwards have made of them before the first step, and right after a meeting."""
+    xs = torch.randn(7, 3, 6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def body(comm: Communicator) -> tuple[Tensor, Tensor]:
+        torch_net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        torch_net.register_buffer("constant", torch.tensor([0.1, 1 / 3]))
+        optimizer = torch.optim.SGD(torch_net.parameters(), 0.0)  # the second layer stays out of it
+        if way == "fleet":
+            fleet = plsc.Fleet(plsc.Strategy(local_sgd=3), comm)
+            net = fleet.replicate(torch_net)
+            for step in range(7):
+                fleet.step(net(xs[step, comm.rank]).square().mean(), optimizer)
+            fleet.meet(optimizer)
+        else:
+            broadcast_parameters(torch_net, comm)
+            with LocalSGD(torch_net, comm, options=LocalSGDOptions(every=3)).around(optimizer):
+                for step in range(7):
+                    optimizer.zero_grad()
+                    torch_net(xs[step, comm.rank]).square().mean().backward()
+                    optimizer.step()
+        assert torch.equal(torch_net.constant, torch.tensor([0.1, 1 / 3]))
+        return torch_net[0].running_mean.clone(), torch_net[0].running_var.clone()
+
+    mean, var = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    for step in range(7):  # both are linear, so that it does not matter when they are averaged
+        mean = 0.9 * mean + 0.1 * xs[step].mean(1).mean(0)
+        var = 0.9 * var + 0.1 * xs[step].var(1).mean(0)
+    for got in run_ranks(3, body):
+        torch.testing.assert_close(got, (mean, var), rtol=1e-12, atol=1e-12)
 
 
 def test_ranks_may_weigh_by_their_samples() -> None:

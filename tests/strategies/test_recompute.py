@@ -99,7 +99,15 @@ def test_which_blocks() -> None:
 
 
 ONE_WORD = ["all", "every:", "every:0", "every:-1", "every:two", "", "blocks:", "blocks:3-2", "blocks:a", "full:1"]
-CLAUSES = ["selective:", "selective:2-1", "selective:a", "selective full", "full every:2", "none full", "full  selective"]
+CLAUSES = [
+    "selective:",
+    "selective:2-1",
+    "selective:a",
+    "selective full",
+    "full every:2",
+    "none full",
+    "full  selective",
+]
 
 
 @pytest.mark.parametrize("policy", [*ONE_WORD, *CLAUSES, "selective selective"])

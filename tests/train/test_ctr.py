@@ -119,6 +119,21 @@ def test_other_formats(tmp_path: Path) -> None:
     assert parquet.num_dense == 1 and parquet.num_slots == 2
 
 
+def test_files_without_rows_or_with_clicks_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "none").write_text("")
+    (tmp_path / "all").write_text("1,a\n" * 300)
+    none, all_ = (CtrData(kind="columns", train=(str(tmp_path / x),), sparse=("1",)) for x in ("none", "all"))
+    with pytest.raises(ValueError, match=r"no rows to train on in .*none"):
+        ctr.train(config(tmp_path / "a", data=none))
+    result = ctr.train(config(tmp_path / "b", data=all_, export=False))
+    assert np.isnan(result["auc"]) and "rows, all of one kind" in caplog.text
+    told = (tmp_path / "b" / "result.json").read_text() + (tmp_path / "b" / "metrics.jsonl").read_text()
+    assert "NaN" not in told and json.loads((tmp_path / "b" / "result.json").read_text())["auc"] is None
+    for changes, word in (({"group": 1}, "data.group is 1, expected a slot"), ({"sparse": ()}, "got 0 slots")):
+        with pytest.raises(ValueError, match=word):
+            open_clicks(config(tmp_path / "c", data=replace(all_, **changes)))
+
+
 def test_synthetic_clicks(tmp_path: Path) -> None:
     first = write_clicks(tmp_path / "a", num_train=300, num_test=200, files=2)
     stamp = (first / "test.tsv").stat().st_mtime_ns
@@ -142,6 +157,11 @@ def test_synthetic_clicks(tmp_path: Path) -> None:
         ({"threads": 0}, "threads is 0"),
         ({"task": "glyphs"}, "expected 'ctr'"),
         ({"table": {"lrr": 1.0}}, "unknown key 'lrr'"),
+        ({"data": {"kind": "synthetic", "train": ["x"]}}, "got files to read as well"),
+        ({"model": {"hidden": [8, 0]}}, r"model.hidden is \[8, 0\]"),
+        ({"model": {"dropout": 1.0}}, "model.dropout is 1.0"),
+        ({"dense": {"lr": float("nan")}}, "dense.lr is nan"),
+        ({"export_dtype": "fp8"}, "expected one of fp32, fp16, int8"),
     ],
 )
 def test_bad_recipes(values: dict, word: str) -> None:

@@ -21,6 +21,7 @@ from plsc import cli_ps, cli_serve
 from plsc.comm import CommError, Communicator, LocalCommunicator, connect
 from plsc.comm.torch_distributed import Launch
 from plsc.data import align, convert, health, make_pairs, open_images, split, write_pairs
+from plsc.data.convert import check_free
 from plsc.nn import MARGINS
 from plsc.serve.bundle import STORAGES
 from plsc.train.checkpoint import Checkpoints
@@ -283,6 +284,9 @@ def _data(args: argparse.Namespace) -> int:
     for name in ("target", "train", "test"):
         if hasattr(args, name):
             check_folder(os.path.dirname(getattr(args, name)) or ".", f"the folder of {name.upper()}")
+            check_free(getattr(args, name))
+    if getattr(args, "save_landmarks", None):
+        check_free(args.save_landmarks)
     if args.command == "align":
         if args.landmarks:
             with opening("--landmarks", args.landmarks):

@@ -124,7 +124,7 @@ def convert(data: Encoded, target: str | os.PathLike[str], *, progress: Progress
         raise ValueError(
             f"{target}: got no folder's name, expected one, or .rec, .tar (not compressed), .parquet, .lmdb or .txt"
         )
-    _check_free(target)
+    check_free(target)
     if len(data) == 0:
         raise ValueError(f"nothing to write into {target}: the data set is empty")
     Path(target).parent.mkdir(parents=True, exist_ok=True)
@@ -135,26 +135,26 @@ def convert(data: Encoded, target: str | os.PathLike[str], *, progress: Progress
                 if not (image := data.encoded(i)):
                     raise ValueError(f"{data.name(i)}: got an empty image, which a .rec cannot hold; remove it")
                 records.write(int(data.labels[i]), image)
-            _check_free(target)
+            check_free(target)
     elif kind == "parquet":
         with ParquetWriter(target) as rows:
             names = _names(data)
             for i in samples:
                 name = names[i].encode("utf-8", "backslashreplace").decode()
                 rows.write(name, int(data.labels[i]), data.encoded(i))
-            _check_free(target)
+            check_free(target)
     elif kind == "lmdb":
         names = _names(data)
         with LMDBWriter(target) as values:
             for i in samples:
                 values.write(names[i], int(data.labels[i]), data.encoded(i))
-            _check_free(target)
+            check_free(target)
     elif kind == "tar":
         keys = _keys(data)
         with TarWriter(target, max_bytes=SHARD_BYTES if "{}" in target else None) as tar:
             for i in samples:
                 tar.write(*keys[i], int(data.labels[i]), data.encoded(i))
-            _check_free(target)
+            check_free(target)
     else:
         _write_files(data, target, kind, samples)
     if kind == "folder" and not np.array_equal(np.sort(data.labels, kind="stable"), data.labels):
@@ -162,7 +162,7 @@ def convert(data: Encoded, target: str | os.PathLike[str], *, progress: Progress
     return target
 
 
-def _check_free(target: str) -> None:
+def check_free(target: str) -> None:
     """Refuses a name that is taken, at the start and again before files get theirs: another may have written it."""
     taken = [target] if "{}" not in target else glob.glob(glob.escape(target).replace("{}", "[0-9]*"))
     for path in taken:
@@ -182,7 +182,7 @@ def split(
             f"got {len(targets)} targets and share={share}, expected two targets and a share within 0 to 1"
         )
     for name in targets:
-        _check_free(os.fspath(name))
+        check_free(os.fspath(name))
     classes = np.unique(data.labels[data.labels >= 0])
     if len(classes) < 2:
         raise ValueError(f"got {len(classes)} classes with images, expected at least two to split")
@@ -253,7 +253,7 @@ def _keys(data: Encoded) -> list[tuple[str, str]]:
 def _write_files(data: Encoded, target: str, kind: str, samples: Iterable[int]) -> None:
     """A folder of class folders, or a list with such a folder beside it; put in place when whole."""
     root = os.path.splitext(target)[0] if kind == "list" else target
-    _check_free(root)
+    check_free(root)
     names = _names(data)
     if kind == "folder" and not _sorts_as(names, data.labels):
         present = np.unique(data.labels)
@@ -274,8 +274,8 @@ def _write_files(data: Encoded, target: str, kind: str, samples: Iterable[int]) 
             folder = os.path.basename(root)
             lines = (f"{folder}/{name} {label}\n" for name, label in zip(names, data.labels.tolist(), strict=True))
             Path(f"{draft}.txt").write_bytes(os.fsencode("".join(lines)))
-        _check_free(root)
-        _check_free(target)
+        check_free(root)
+        check_free(target)
         os.rename(draft, root)
         if kind == "list":
             os.replace(f"{draft}.txt", target)

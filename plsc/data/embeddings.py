@@ -14,6 +14,8 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.writing import name_full_disk
+
 FORMATS = ("plsc-embeddings", "plsc-centres")
 SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "int8": "I8", "int64": "I64", "uint8": "U8"}
 MAX_HEADER_BYTES = 2**20
@@ -108,7 +110,7 @@ def map_safetensors(path: str | Path) -> tuple[dict[str, Array], dict[str, str]]
             entries = [
                 (name, about["dtype"], tuple(about["shape"]), *about["data_offsets"]) for name, about in header.items()
             ]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}: the header is broken ({error}); write the file again") from error
     types = {code: np.dtype(name) for name, code in SAFETENSORS_TYPES.items()}
     found: dict[str, Array] = {}
@@ -171,6 +173,9 @@ def atomic_file(path: str | Path, *, private: bool = False) -> Iterator[BinaryIO
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, target)
+    except OSError as error:
+        name_full_disk(error, os.fspath(path))
+        raise
     finally:
         scratch.unlink(missing_ok=True)
 

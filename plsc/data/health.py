@@ -76,7 +76,7 @@ class Report:
                 text.append(f"{number} {words}")
                 text += [f"  {example}" for example in examples]
                 text += [f"  ... and {number - len(examples)} more"] if number > len(examples) else []
-        if self.num_read and self.sound:
+        if self.num_read and self.sound and not self.num_odd:
             text.append("nothing that would stop or spoil training")
         return text
 

@@ -82,7 +82,7 @@ def _open_image(data: bytes, mode: str, image_size: int | None, name: Name) -> t
     if image.info.get("exif"):
         image = _upright(image)
     plain = image.mode == mode and "transparency" not in image.info
-    return (image if plain else _convert(image, mode, name, depth=data[24] if image.format == "PNG" else 8)), kind
+    return (image if plain else _convert(image, mode, name, depth=data[24] if kind.startswith("PNG") else 8)), kind
 
 
 def _decode_jpeg(data: bytes, image_size: int, name: Name) -> Image.Image | None:
@@ -167,6 +167,8 @@ def _clear_pixels(image: Image.Image, depth: int) -> NDArray[np.bool_] | None:
     if image.mode not in ("1", "L", "RGB", "I", "I;16") or not isinstance(colour, int | tuple):
         return None
     found, wanted = np.asarray(image), np.asarray(colour)
+    if image.mode == "1":
+        return np.asarray(found == (wanted > 0))
     if image.mode == "RGB":
         return np.asarray((found == (wanted >> 8 if depth == 16 else wanted)).all(-1))
     return np.asarray(found == (wanted * 255 // (2**depth - 1) if image.mode == "L" and depth < 8 else wanted))
@@ -384,7 +386,7 @@ class ImageList:
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not self._some_are_there:
                 raise ValueError(
-                    f"{self.path}: no file of the list was found, such as {path}; check data.root, the folder that "
+                    f"{self.path}: no file of the list was found, such as {os.path.join(self.root, self.name(0))}; check data.root, the folder that "
                     "relative paths start at"
                 ) from error
             raise ValueError(

@@ -36,6 +36,12 @@ class LMDBImages:
                 f"{self.path}: got {count} as num-samples, expected the keys num-samples, image-000000001, "
                 "label-000000001 and so on"
             )
+        assert self._file is not None
+        if count > self._file.num_keys:  # before memory is taken for what a damaged number asks for
+            raise ValueError(
+                f"{self.path}: got {count} as num-samples, but the file holds {self._file.num_keys} keys in all; expected "
+                "a key image-000000001 and so on for each; fetch the file again"
+            )
         self.labels = self._read_labels(count)
         if self.labels.min() < -1 or self.labels.max() < 0:
             raise ValueError(
@@ -110,6 +116,7 @@ class _File:
 
     def __init__(self, path: str, environment: Any) -> None:
         self._path, self._environment = path, environment
+        self.num_keys: int = environment.stat()["entries"]
 
     def get(self, key: bytes) -> bytes | None:
         try:

@@ -43,7 +43,7 @@ def scan_list(path: str, labels: "array[int]", blanks: "array[int]") -> Iterator
 def _kind(path: str, first: bytes) -> tuple[Fields, str]:
     """How the lines of a file are to be read, by its name and first line; and that in words."""
     fields = first.rstrip(b"\r\n").split(b"\t")
-    if len(fields) == 4 and all(field.isdigit() for field in fields[1:]):
+    if len(fields) == 4 and [field.isdigit() for field in fields] == [False, True, True, True]:
         raise ValueError(
             f"{path}, line 1: got a name and three numbers, as TFace's lists of TFRecord shards have them, which are "
             "not read; expected `path label`: write the images into a folder, .tar or .rec first"

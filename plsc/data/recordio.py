@@ -399,23 +399,38 @@ class _Heads:
         value = np.where(exact, label, 0).astype(np.int64)
         told = ~exact & (id2 <= MAX_CLASS)
         told &= id2.astype(np.float64).astype(np.float32) == label
+        rounded = np.isfinite(label) & (label >= EXACT)
         self._refuse(
             block,
-            is_image & ~exact & ~told,
+            is_image & rounded & ~told,
             "has a label that float32 may have rounded (2**24 or more) and no class in id2 that agrees",
             label,
+            remedy="write the file anew with the class in id2, as plsc.data.RecordWriter does",
         )
-        self._refuse(block, is_image & exact & ((value != label) | (value < -1)), "has a label that is no class", label)
+        self._refuse(
+            block,
+            is_image & ~rounded & ~(exact & (value == label) & (value >= -1)),
+            "has a label that is no class",
+            label,
+            remedy="classes are whole numbers from 0, or -1 to ignore a record: write the file anew with such labels",
+        )
         return np.where(exact, value, np.where(told, id2, 0).astype(np.int64))
 
-    def _refuse(self, block: slice, wrong: Bools, why: str, labels: NDArray[np.float32] | None = None) -> None:
+    def _refuse(
+        self,
+        block: slice,
+        wrong: Bools,
+        why: str,
+        labels: NDArray[np.float32] | None = None,
+        remedy: str = _REBUILD,
+    ) -> None:
         if wrong.any():
             row = int(np.argmax(wrong))
             key, offset = self._keys[block][row], self._offsets[block][row]
             got = "" if labels is None else f" (label {labels[row]!s})"
             raise ValueError(
                 f"{self._path}: what stands at byte {offset} for key {key} {why}{got}; {int(wrong.sum())} such of "
-                f"{len(wrong)} looked at; {_REBUILD}"
+                f"{len(wrong)} looked at; {remedy}"
             )
 
 

@@ -336,7 +336,7 @@ def _label(path: str, name: bytes, data: bytes) -> int:
             value = text if type(text) is int else None
         else:
             value = int(text) if text == b"-1" or (text.isdigit() and len(text) < 19) else None
-    except ValueError:
+    except (ValueError, RecursionError):  # json's for lists in lists in lists
         value = None
     if value is None or not -1 <= value < 2**63:
         got = text[:80] if isinstance(text, bytes) else text

@@ -63,7 +63,7 @@ def test_nvcc_takes_all_without_a_spill() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_nvrtc_takes_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very function that makes machine code on a GPU machine, which NVRTC itself needs not be; kept on disk."""
-    nvrtc = pytest.importorskip("cupy.cuda.nvrtc", reason="needs CuPy and NVRTC")
+    nvrtc = pytest.importorskip("cupy", reason="needs CuPy and NVRTC").cuda.nvrtc
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     for arch in ("75", "90"):
         binary = launching.machine_code(nvrtc, name, arch)
@@ -73,7 +73,7 @@ def test_nvrtc_takes_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_nvrtc_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvrtc = pytest.importorskip("cupy.cuda.nvrtc", reason="needs CuPy and NVRTC")
+    nvrtc = pytest.importorskip("cupy", reason="needs CuPy and NVRTC").cuda.nvrtc
     (tmp_path / "common.cuh").write_text("#pragma once\n")
     (tmp_path / "bad.cu").write_text('#include "common.cuh"\nextern "C" __global__ void f() { nothing(); }\n')
     monkeypatch.setattr(launching, "source_folder", lambda: tmp_path)

@@ -74,7 +74,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.slow
 def test_a_section_ends_alone(tmp_path: Path) -> None:
     """One that fails, one that crashes, one that hangs: each is a line, what came before it stays, the next runs."""
-    process = start(tmp_path, 1.0)
+    process = start(tmp_path, 8.0)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1, text
     found = lines_of(tmp_path)
@@ -85,7 +85,7 @@ def test_a_section_ends_alone(tmp_path: Path) -> None:
         ("dies", "before", "3", None),
         ("dies", "section", "its process ended with -11", False),
         ("hangs", "pid", pid, None),
-        ("hangs", "section", "stopped after 1 s", False),
+        ("hangs", "section", "stopped after 8 s", False),
         ("last", "after", "4", True),
     ]
     assert not alive(int(pid))
@@ -96,7 +96,7 @@ def test_a_section_ends_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, "the time"])
 def test_a_stop_leaves_what_was_found(tmp_path: Path, how: Any) -> None:
-    process = start(tmp_path, 600.0, "--only", "breaks", "hangs", "last", *(["--seconds", "3"] * (how == "the time")))
+    process = start(tmp_path, 600.0, "--only", "breaks", "hangs", "last", *(["--seconds", "12"] * (how == "the time")))
     pid, deadline = 0, time.monotonic() + 120
     while not pid and time.monotonic() < deadline:
         time.sleep(0.05)

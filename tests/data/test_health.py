@@ -72,3 +72,22 @@ def test_modes_and_rotation_at_their_own_size(tmp_path: Path) -> None:
     (tmp_path / "a/1.jpg").write_bytes(file.getvalue())
     report = verify(ImageFolder(tmp_path))
     assert report.sizes == {"20 x 10": 1} and report.kinds == {"JPEG L": 1}
+
+
+def test_jpegs_that_libjpeg_warns_of_are_listed(tmp_path: Path) -> None:
+    """Lost pixels are a broken image; bytes too many before the end mark, which sound files have, too, are shown."""
+    pytest.importorskip("simplejpeg")
+    (tmp_path / "a").mkdir()
+    for k in range(3):
+        file = io.BytesIO()
+        Image.fromarray(np.random.default_rng(k).integers(0, 256, (8, 8, 3), np.uint8)).resize((64, 64)).save(file, "JPEG")
+        data = file.getvalue()
+        damaged = [data, data[:-2] + b"abcdef" + data[-2:], data[: 2 * len(data) // 3] + data[-2:]][k]
+        (tmp_path / f"a/{k}.jpg").write_bytes(damaged)
+    report = verify(ImageFolder(tmp_path))
+    assert (report.num_odd, report.num_broken) == (1, 1) and not report.sound
+    assert "a/1.jpg" in report.odd[0] and "extraneous" in report.odd[0]
+    assert "a/2.jpg" in report.broken[0] and "damaged JPEG (Corrupt JPEG data: premature end" in report.broken[0]
+    (tmp_path / "a/2.jpg").unlink()
+    text = "\n".join(verify(ImageFolder(tmp_path)).lines())
+    assert "1 JPEGs are decoded with a warning" in text and "nothing that would stop" not in text

@@ -6,8 +6,11 @@ import logging
 import os
 import pickle
 import random
+import struct
+import tracemalloc
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +117,10 @@ def test_list_names_the_line_of_a_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "list.txt"
     path.write_text("\n\na.jpg 0\n\nb c.jpg 1\n")
     dataset = ImageList(path)
+    with pytest.raises(ValueError, match=rf"no file of the list was found, such as {tmp_path}/a.jpg; check data.root"):
+        dataset[1]
+    (tmp_path / "a.jpg").write_bytes(b"")
+    dataset = ImageList(path)
     with pytest.raises(ValueError, match=r"line 5: cannot read .*b c\.jpg \(No such file.*; check data.root"):
         dataset[1]
 
@@ -170,6 +177,29 @@ def test_a_failing_disk_is_told_and_survived(folder: Path, monkeypatch: pytest.M
     assert sum(len(labels) for _, labels in loader.epochs(1)) == 6 and loader.num_bad >= 1
 
 
+def test_a_list_of_wrong_paths_is_told_in_one_sentence(tmp_path: Path) -> None:
+    """Though one sample after another is drawn: nothing is advised that is on already, the reason is given once."""
+    path = tmp_path / "list.txt"
+    path.write_text("".join(f"gone/{k}.jpg {k % 4}\n" for k in range(300)))
+    with pytest.raises(ValueError, match="none of 101 samples drawn in turn") as caught:
+        next(Loader(ImageList(path), 4, on_bad_image="redraw").epochs(1))
+    text = str(caught.value)
+    assert "on_bad_image" not in text and text.count("no file of the list was found") == 1 and "data.root" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"a.jpg\0x 0", "byte of value 0 within it"),
+        (b"train\t0\t123\t4", "TFRecord shards"),
+    ],
+)
+def test_lists_that_no_file_can_be_meant_by(tmp_path: Path, line: bytes, words: str) -> None:
+    (tmp_path / "list.txt").write_bytes(line + b"\n")
+    with pytest.raises(ValueError, match=rf"list\.txt, line 1: got a .*{words}"):
+        ImageList(tmp_path / "list.txt")
+
+
 def test_lists_without_content(tmp_path: Path) -> None:
     path = tmp_path / "list.txt"
     with pytest.raises(ValueError, match="expected a text file"):
@@ -212,6 +242,62 @@ def test_archives_of_another_layout(tmp_path: Path) -> None:
         ImageFolder(pack("train/a/1.jpg", "val/a/1.jpg"))
     with pytest.raises(ValueError, match="no images found"):
         ImageFolder(pack("a/readme.txt"))
+
+
+@pytest.mark.parametrize(
+    ("names", "outcome"),
+    [
+        (["a/1.jpg", ".git/2.jpg", ".h/b/3.jpg", "b/.x.jpg", "b/4.jpg"], ["a/1.jpg", "b/4.jpg"]),
+        (["a/1.jpg", "b/"], "1 class folders hold no images: b"),
+        (["a/1.jpg", "b/notes.txt"], "1 class folders hold no images: b"),
+        (["a/1.jpg", "a/notes.txt", "notes.txt"], ["a/1.jpg"]),
+    ],
+)
+def test_folder_and_archive_have_one_rule(tmp_path: Path, names: list[str], outcome: list[str] | str) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive, zipfile.ZipFile(tmp_path / "y.zip", "w") as deeper:
+        for name in names:
+            archive.writestr(name, b"")
+            deeper.writestr(f"set/112/{name}", b"")
+    zipfile.ZipFile(tmp_path / "x.zip").extractall(tmp_path / "x")
+    for name in ("x", "x.zip", "y.zip"):
+        if isinstance(outcome, str):
+            with pytest.raises(ValueError, match=outcome):
+                ImageFolder(tmp_path / name)
+        else:
+            found = ImageFolder(tmp_path / name)
+            assert [found.name(i) for i in range(len(found))] == outcome
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_an_archive_with_a_name_twice_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for content in (b"1", b"2"):
+            archive.writestr("a/1.jpg", content)
+    with pytest.raises(ValueError, match=r"a/1\.jpg is there more than once"):
+        ImageFolder(tmp_path / "x.zip")
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_archive_members_that_unpack_to_gigabytes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, honest: bool
+) -> None:
+    """One that says its size, and one whose directory says less than it holds: no more is unpacked than that."""
+    monkeypatch.setattr(images, "_MOST_BYTES", 2**20)
+    path, size = tmp_path / "x.zip", 2**20 + 1 if honest else 2**28 + 12345
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(folder / "b/2.png", "a/0.png")
+        archive.writestr("a/1.png", bytes(size))
+    if not honest:
+        data = path.read_bytes()
+        assert data.count(struct.pack("<I", size)) == 2  # the member's own header, and the directory
+        path.write_bytes(data.replace(struct.pack("<I", size), struct.pack("<I", 1000)))
+    dataset = ImageFolder(path, image_size=16)
+    assert dataset[0][0].shape == (16, 16, 3)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="more than the 1048576" if honest else "size or checksum of the member"):
+        dataset[1]
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
 
 
 def test_damaged_archive_member(folder: Path, tmp_path: Path) -> None:
@@ -294,6 +380,38 @@ def test_alpha_is_laid_on_black() -> None:
     assert (decode_image(file.getvalue(), 4) == 0).all()
 
 
+def png(pixels: np.ndarray, depth: int, clear: list[int]) -> bytes:
+    """A PNG by its specification: grey [H, W] or colour [H, W, 3] of `depth` bits, one value of which is clear."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    kind = 2 if pixels.ndim == 3 else 0
+    numbers = pixels.reshape(len(pixels), -1)
+    bits = (numbers[:, :, None] >> np.arange(depth)[::-1]) & 1  # the highest first
+    rows = np.packbits(bits.reshape(len(pixels), -1).astype(np.uint8), axis=1)
+    head = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], depth, kind, 0, 0, 0)
+    body = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    parts = [(b"IHDR", head), (b"tRNS", struct.pack(f">{len(clear)}H", *clear)), (b"IDAT", body), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("depth", "colours"), [(1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (8, 3), (16, 3)])
+def test_the_one_clear_colour_of_a_png_is_laid_on_black(depth: int, colours: int, channels: int) -> None:
+    most = 2**depth - 1
+    pixels = np.random.default_rng(depth).integers(1, most + 1, (8, 8, colours))
+    pixels[2, 3] = pixels[5, 1] = clear = (most * np.array([60, 50, 40])[:colours] // 60).tolist()
+    wanted = pixels >> 8 if depth == 16 else pixels * 255 // most
+    if colours == 1:
+        wanted = np.repeat(wanted, 3, 2)
+    wanted[(pixels == clear).all(2)] = 0
+    if channels == 1:
+        wanted = np.asarray(Image.fromarray(wanted.astype(np.uint8)).convert("L"))[:, :, None]
+    found = decode_image(png(pixels.squeeze(2) if colours == 1 else pixels, depth, clear), 8, channels)
+    assert (found == wanted).all() and (found[[2, 5], [3, 1]] == 0).all()
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_rotation_is_applied(kind: str, orientation: int) -> None:
@@ -315,7 +433,7 @@ def test_both_jpeg_decoders_give_the_same(mode: str, monkeypatch: pytest.MonkeyP
     pytest.importorskip("simplejpeg")
     noise = saved(picture(1, (112, 112)).convert(mode), "JPEG", quality=80)
     fast = decode_image(noise, 112)
-    assert images._decode_jpeg(noise, 112) is not None
+    assert images._decode_jpeg(noise, 112, "a") is not None
     monkeypatch.setattr(images, "_simplejpeg", lambda: None)
     assert abs(fast.astype(int) - decode_image(noise, 112)).max() <= 2
     for cut in (2, 3, 20, 200, len(noise) // 2, len(noise) - 30):  # whether a damaged one passes, too
@@ -325,6 +443,48 @@ def test_both_jpeg_decoders_give_the_same(mode: str, monkeypatch: pytest.MonkeyP
             with pytest.raises(ValueError, match=r"a\.jpg: broken"):
                 decode_image(noise[:cut], 112, name="a.jpg")
             monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+
+
+@pytest.mark.parametrize("size", [(112, 112), (500, 500), (224, 225), (300, 701), (120, 118), (30, 40), (1000, 900)])
+@pytest.mark.parametrize("kind", [{}, {"progressive": True}, {"subsampling": 0}])
+def test_jpegs_of_other_sizes_are_scaled_alike_by_both(
+    size: tuple[int, int], kind: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("simplejpeg")
+    file = io.BytesIO()
+    picture(5, (size[0] // 8, size[1] // 8)).resize(size).save(file, "JPEG", quality=85, **kind)
+    fast = decode_image(file.getvalue(), 112).astype(int)
+    monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+    assert abs(fast - decode_image(file.getvalue(), 112)).max() <= 2
+
+
+def lossy(damage: str, **how: int) -> bytes:
+    """A JPEG whose scan lost bytes, or has some too many; its frame is whole."""
+    data = saved(picture(3, (8, 8)).resize((64, 64)), "JPEG", **how)
+    scan = data.index(b"\xff\xda") + 14
+    middle = scan + (len(data) - scan) // 3
+    return {
+        "cut": data[:middle] + data[-2:],  # two thirds are missing, the end mark is there
+        "lost": data[:middle] + data[middle + 512 :],
+        "none": data,
+        "padded": data[:-2] + b"\1\2\3\4\5" + data[-2:],
+        "followed": data + b"a maker's note",
+        "revision": data.replace(b"JFIF\0\1", b"JFIF\0\7"),
+    }[damage]
+
+
+@pytest.mark.parametrize("orientation", [0, 6])  # without and with EXIF data: simplejpeg or Pillow decodes
+@pytest.mark.parametrize("size", [64, 20])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_jpegs_that_lost_pixels_are_refused(orientation: int, size: int, channels: int) -> None:
+    """libjpeg fills what is missing with grey and warns; what it warns of without losing pixels still loads."""
+    pytest.importorskip("simplejpeg")
+    whole = decode_image(lossy("none", orientation=orientation), size, channels)
+    for damage in ("cut", "lost"):
+        with pytest.raises(ValueError, match=r"a\.jpg: damaged JPEG \(Corrupt JPEG data: .*fetch"):
+            decode_image(lossy(damage, orientation=orientation), size, channels, name="a.jpg")
+    for oddity in ("padded", "followed", "revision"):
+        assert (decode_image(lossy(oddity, orientation=orientation), size, channels) == whole).all()
 
 
 def test_decompression_bombs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

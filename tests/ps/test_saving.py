@@ -142,7 +142,7 @@ print(peak() - before)
 def test_saving_needs_megabytes(tmp_path: Path) -> None:
     """Rows of 200 MB go to the disk through a block at a time."""
     run = subprocess.run([sys.executable, "-c", MEMORY, tmp_path / "t"], capture_output=True, text=True, timeout=120)
-    assert (tmp_path / "t").stat().st_size > 200 << 20 and int(run.stdout) < 8 << 20, run.stderr
+    assert (tmp_path / "t").stat().st_size > 200_000_000 and int(run.stdout) < 8 << 20, run.stderr
 
 
 FULL_DISK = """

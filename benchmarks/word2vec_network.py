@@ -5,8 +5,8 @@
 
 CORPUS and the settings of the loop: as word2vec.py; negatives shared per centre word.
 
-model    from the text: rows that a batch of 10,000 words touches, that an exchange after k batches carries, and that the
-         other workers change meanwhile; words a CPU-second of the loop. A row of 100 floats is 400 bytes, a key 8.
+model    from the text: rows that a batch of 10,000 words touches, that an exchange after k batches carries, and that
+         others change meanwhile; words a CPU-second of the loop. A row of 100 floats is 400 bytes, a key 8.
 measure  one server process, each worker a process in a network namespace of its own whose link carries so many Mbit/s
          each way. Words a second of all workers together, bytes a word, Spearman of the server's vectors at the end.
 """

@@ -73,7 +73,7 @@ def test_convert_split_pairs(faces: Path, tmp_path: Path, capsys: pytest.Capture
     for args, words in (
         (["convert", rec, tar], "exists already"),
         (["verify", str(tmp_path / "gone")], "check the path"),
-        (["pairs", rec, pairs], "pairs of one class"),
+        (["pairs", rec, str(tmp_path / "more.txt")], "pairs of one class"),
         (["convert", rec, str(tmp_path / "x.bin")], "only read"),
     ):
         assert cli.data(args) == 2

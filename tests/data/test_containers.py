@@ -32,6 +32,7 @@ from plsc.data import (
     write_pairs,
 )
 from plsc.data.convert import Encoded, kind_of
+from plsc.data.embeddings import read_embeddings
 from plsc.data.keyvalue import LMDBWriter
 from plsc.data.parquet import ParquetWriter
 from plsc.data.tar import TarWriter
@@ -436,6 +437,7 @@ def test_lmdb_as_others_write_it(tmp_path: Path) -> None:
         ({}, "num-samples: got nothing, expected a whole number"),
         ({b"num-samples": b"x"}, "num-samples: got b'x'"),
         ({b"num-samples": b"0"}, "got 0 as num-samples"),
+        ({b"num-samples": b"999999999999", b"labels": b""}, "got 999999999999 as num-samples, but the file holds 2 keys"),
         ({b"num-samples": b"2", b"label-000000001": b"0"}, "label-000000002: got nothing"),
         ({b"num-samples": b"1", b"label-000000001": b"Anna"}, "label-000000001: got b'Anna'"),
         ({b"num-samples": b"1", b"label-000000001": b"-1"}, "got labels from -1 to -1"),
@@ -513,3 +515,18 @@ def test_names_that_are_not_utf8(tmp_path: Path, name: str) -> None:
     assert content(found) == content(source)
     if name != "b.parquet":  # whose strings are UTF-8: the odd bytes are spelled out there
         assert all(found.name(i).endswith(source.name(i)) for i in range(2))
+
+
+def test_lists_in_lists_without_end(tmp_path: Path) -> None:
+    """JSON that would exhaust the stack is damage like any other."""
+    deep = b"[" * 200_000
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, data in (("1.jpg", jpeg(0)), ("1.json", deep)):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    with pytest.raises(ValueError, match=r"a\.tar: got .* as the label in 1\.json"):
+        TarShards(tmp_path / "a.tar")
+    (tmp_path / "e.safetensors").write_bytes(len(deep).to_bytes(8, "little") + deep)
+    with pytest.raises(ValueError, match=r"e\.safetensors: the header is broken"):
+        read_embeddings(tmp_path / "e.safetensors")

@@ -19,7 +19,20 @@ import pytest
 from PIL import Image
 
 from plsc import cli
-from plsc.data import ImageFolder, ImageList, LMDBImages, Loader, RecordIO, TarShards, convert, open_images, read_pairs, split
+from plsc.data import (
+    ImageFolder,
+    ImageList,
+    LMDBImages,
+    Loader,
+    RecordIO,
+    TarShards,
+    convert,
+    make_pairs,
+    open_images,
+    read_pairs,
+    split,
+    write_pairs,
+)
 from plsc.data.convert import Encoded
 from plsc.data.parquet import ParquetImages
 
@@ -86,6 +99,25 @@ def test_a_full_disk_leaves_nothing_and_is_named(folder: Path, tmp_path: Path, t
     assert os.listdir(tmp_path / "made") == []
     if isinstance(caught.value, OSError):
         assert str(caught.value.filename).endswith(target)
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_full_disk_is_named_for_pairs(tmp_path: Path) -> None:
+    pairs = make_pairs(np.repeat(np.arange(200), 2), num_pairs=400, folds=1)
+    with pytest.raises(OSError, match=r"made/pairs\.txt"):
+        write_pairs(tmp_path / "made/pairs.txt", pairs, [f"P{k // 2:09d}_{k % 2 + 1:04d}.jpg" for k in range(400)])
+    assert os.listdir(tmp_path / "made") == []
+
+
+@pytest.mark.parametrize("command", ["pairs", "align"])
+def test_a_name_that_is_taken_is_left_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    taken = tmp_path / "taken.txt"
+    taken.write_text("another's")
+    args = {"pairs": [str(taken), "--num-pairs", "4", "--folds", "1"], "align": ["x", "--save-landmarks", str(taken)]}
+    assert cli.data([command, str(folder), *args[command]]) == 2
+    assert f"{taken} exists already" in capsys.readouterr().err and taken.read_text() == "another's"
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -102,3 +102,8 @@ def test_real_pairs(shared: Path) -> None:
     embedding = known["emb"].astype(np.float32)
     cosine = (embedding[pairs.first] * embedding[pairs.second]).sum(1)
     assert max(((cosine > t) == pairs.same).mean() for t in np.linspace(0, 1, 101)) > 0.99
+
+
+def test_a_container_without_names_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"8 images are not in the data set.*'v\.rec, key 0' and so on.*\.rec has no names"):
+        read_pairs(write(tmp_path / "pairs.txt", LINES), [f"v.rec, key {k}" for k in range(9)])

@@ -35,7 +35,7 @@ from PIL import Image
 
 from plsc.comm import LocalCommunicator
 from plsc.data import ImageFolder
-from plsc.data.images import decode_image
+from plsc.data.decoding import decode_image
 from plsc.models import build
 from plsc.serve.bundle import Bundle, write_bundle
 from plsc.serve.client import Client

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import atexit
 import faulthandler
+import functools
 import itertools
+import json
 import logging
 import os
+import select
 import sys
 import tempfile
 import tomllib
@@ -22,6 +25,7 @@ from plsc.comm import CommError, Communicator, LocalCommunicator, connect
 from plsc.comm.torch_distributed import Launch
 from plsc.data import align, convert, health, make_pairs, open_images, split, write_pairs
 from plsc.data.convert import check_free
+from plsc.data.embeddings import atomic_file
 from plsc.nn import MARGINS
 from plsc.serve.bundle import STORAGES
 from plsc.train.checkpoint import Checkpoints
@@ -48,6 +52,7 @@ from plsc.train.launch import (
 )
 from plsc.train.preflight import check_folder
 
+EXIT_UNHEARD = 141  # as a shell has it for a program that SIGPIPE ended
 PS_TASKS = ("ctr", "word2vec")
 BUNDLED = ("all", "bundle")  # values of plsc-export --to that end with a bundle
 ARTIFACTS = (  # of a run, as far as they are there
@@ -71,10 +76,41 @@ ARTIFACTS = (  # of a run, as far as they are there
     "export/model.pt2",
     "bundle",
 )
+EXPORTED = {Path(name).name for name in ARTIFACTS if name.startswith("export/")} | {"thumbnails.safetensors"}
 MEASURED = ("result.json", "loss.png", "roc.png")  # what an evaluation writes of them
 T = TypeVar("T")
+Command = Callable[[Sequence[str] | None], int]
 
 
+def _until_unheard(command: Command) -> Command:
+    """The command, ended without a word where nobody reads what it prints any more, as by `| head`."""
+
+    @functools.wraps(command)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return command(argv)
+        except BrokenPipeError:
+            if not _is_unheard():
+                raise
+            return EXIT_UNHEARD
+        finally:
+            if _is_unheard():  # what still waits to be printed would be a traceback at the very end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    return run
+
+
+def _is_unheard() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    try:
+        asked = select.poll()
+        asked.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in asked.poll(0))
+    except (AttributeError, OSError, ValueError):  # none, closed, or no file of the system
+        return False
+
+
+@_until_unheard
 def train(argv: Sequence[str] | None = None) -> int:
     """plsc-train RECIPE [flags]."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -88,6 +124,7 @@ def train(argv: Sequence[str] | None = None) -> int:
     return _guarded(lambda: _start("train", _parse(f"plsc-train {args[0]}", args)))
 
 
+@_until_unheard
 def evaluate(argv: Sequence[str] | None = None) -> int:
     """plsc-eval RUN [--report DIR] [flags]: measures the newest checkpoint of a run; DIR gets a page of pictures."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -111,6 +148,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
     return _again("plsc-eval", "evaluate", args, [report], check)
 
 
+@_until_unheard
 def export(argv: Sequence[str] | None = None) -> int:
     """plsc-export RUN [--to PART] [flags]: ONNX, class centres, embeddings and a bundle of a run's checkpoint."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -142,12 +180,14 @@ def export(argv: Sequence[str] | None = None) -> int:
     return _again("plsc-export", "export", args, [to, storage, "thumbnails" if thumbnails else ""], check)
 
 
+@_until_unheard
 def serve(argv: Sequence[str] | None = None) -> int:
     """plsc-serve BUNDLE [flags]: embeddings and nearest classes over HTTP, with a page."""
     args = list(sys.argv[1:] if argv is None else argv)
     return _guarded(lambda: cli_serve.run(args))
 
 
+@_until_unheard
 def embed(argv: Sequence[str] | None = None) -> int:
     """plsc-embed RUN DATA [--out FILE] [flags]: embeddings of a data set by a run's newest checkpoint."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -163,7 +203,8 @@ def embed(argv: Sequence[str] | None = None) -> int:
     name = os.path.splitext(os.path.basename(os.path.normpath(source)))[0].replace("*", "") or "embeddings"
     target = os.path.join(folder, "export", f"{name}.safetensors")
     flags = [word for flag in flags for word in (flag.split("=", 1) if flag.startswith("--out=") else [flag])]
-    if "--out" in flags:
+    out = "--out" in flags
+    if out:
         at = flags.index("--out")
         target, flags = (flags[at + 1 : at + 2] or [""])[0], flags[:at] + flags[at + 2 :]
 
@@ -171,6 +212,10 @@ def embed(argv: Sequence[str] | None = None) -> int:
     flags = [flag for flag in flags if flag != "--overwrite"]
 
     def check() -> None:
+        if not out and os.path.basename(target) in EXPORTED:
+            raise ValueError(
+                f"{source}: embeddings of it would be {target}, which is a name of plsc-export's; give another as --out"
+            )
         if not target.endswith((".safetensors", ".parquet")):
             raise ValueError(f"got --out {target!r}, expected a file .safetensors or .parquet")
         check_folder(os.path.dirname(target) or ".", "the folder of --out")
@@ -178,8 +223,9 @@ def embed(argv: Sequence[str] | None = None) -> int:
     return _again("plsc-embed", "embed", [folder, *flags], [source, target, overwrite], check)
 
 
+@_until_unheard
 def data(argv: Sequence[str] | None = None) -> int:
-    """plsc-data verify | stats | convert | split | pairs | align: what a data set holds, and its way to another one."""
+    """plsc-data verify | stats | convert | split | pairs | templates | align: data sets looked at and changed."""
     parser = argparse.ArgumentParser(
         prog="plsc-data",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -196,6 +242,11 @@ def data(argv: Sequence[str] | None = None) -> int:
         ),
         ("split", "write most classes of PATH to TRAIN and the others to TEST", ["path", "train", "test"]),
         ("pairs", "draw verification pairs, in LFW's format", ["path", "target"]),
+        (
+            "templates",
+            "figures of IJB-B, IJB-C and the like: EMBEDDINGS of plsc-embed, MEDIA lines `image template medium`",
+            ["embeddings", "media"],
+        ),
         ("align", "cut the faces out of photographs, by five landmarks, and write them as TARGET", ["path", "target"]),
     ):
         command = commands.add_parser(
@@ -217,6 +268,18 @@ def data(argv: Sequence[str] | None = None) -> int:
             command.add_argument("--save-landmarks", metavar="FILE", help="where to write those that were detected")
         if name in ("split", "pairs"):
             command.add_argument("--seed", type=_count, default=0, help="another one draws others")
+        if name == "templates":
+            command.add_argument("--pairs", metavar="FILE", help="lines `template template 0/1`: 1:1")
+            command.add_argument("--gallery", metavar="FILE", nargs="+", default=[], help="lists of templates: 1:N")
+            command.add_argument("--probes", metavar="FILE", help="what is searched for in each --gallery")
+            command.add_argument("--landmarks", metavar="FILE", help="lines `image x1 .. y5 score`: weigh by scores")
+            command.add_argument("--out", metavar="FILE", help="where the figures go as JSON")
+            continue
+        command.add_argument("--root", help="of a list: the folder that relative paths start at, if not its own")
+        command.add_argument("--cache", help="of a .rec or .tar: a file to keep the index in")
+        command.add_argument("--rebuild-index", action="store_true", help="of a .rec: make the .idx anew")
+        command.add_argument("--image-column", metavar="NAME", help="of Parquet, if it is not `image`")
+        command.add_argument("--label-column", metavar="NAME", help="of Parquet, if it is not `label`")
     try:
         args = parser.parse_args(argv)
     except SystemExit as end:
@@ -224,6 +287,7 @@ def data(argv: Sequence[str] | None = None) -> int:
     return _guarded(lambda: _data(args))
 
 
+@_until_unheard
 def ps(argv: Sequence[str] | None = None) -> int:
     """plsc-ps train RECIPE [flags]: what learns rows of a sparse table."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -273,7 +337,11 @@ def _count(text: str) -> int:
 
 def _data(args: argparse.Namespace) -> int:
     """1 where `verify` found what spoils training."""
-    source = open_images(args.path)
+    if args.command == "templates":
+        return _templates(args)
+    options = {"root": args.root, "cache": args.cache, "image": args.image_column, "label": args.label_column}
+    options["index"] = "rebuild" if args.rebuild_index else None
+    source = open_images(args.path, **{name: value for name, value in options.items() if value})
     if args.command in ("verify", "stats"):
         bar = _Bar("reading")
         found = (
@@ -308,6 +376,23 @@ def _data(args: argparse.Namespace) -> int:
         pairs = make_pairs(source.labels, num_pairs=args.num_pairs, folds=args.folds, seed=args.seed)
         write_pairs(args.target, pairs, [source.name(i) for i in range(len(source))])
         print(f"written: {args.target} ({len(pairs)} pairs)")
+    return 0
+
+
+def _templates(args: argparse.Namespace) -> int:
+    """Figures of the IJB protocol."""
+    from plsc.train.template_figures import template_figures
+
+    lists = {"pairs": args.pairs, "galleries": args.gallery, "probes": args.probes, "landmarks": args.landmarks}
+    if args.out:
+        check_folder(os.path.dirname(args.out) or ".", "the folder of --out")
+        check_free(args.out)
+    found = template_figures(args.embeddings, args.media, **lists)
+    print("\n".join(found.lines()))
+    if args.out:
+        with atomic_file(args.out) as file:
+            file.write(json.dumps(found.as_json(), indent=2, allow_nan=False).encode() + b"\n")
+        print(f"written: {args.out}")
     return 0
 
 
@@ -634,8 +719,8 @@ class _Bar:
 
 def _guarded(run: Callable[[], int]) -> int:
     """An error becomes one sentence, or a traceback where that is needed; a rank leaves it to its launcher to say."""
-    if sys.__stderr__ is not None and not faulthandler.is_enabled():  # a mapped file that is cut short ends the process: at least say where
-        faulthandler.enable(sys.__stderr__)
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)  # where a mapped file is cut short, the process ends: say at what line
     try:
         # A rank of several may wait inside of a collective, where no handler runs: a signal ends it at once.
         with stopped_by_signals() if Launch.read() is None else nullcontext():
@@ -647,6 +732,8 @@ def _guarded(run: Callable[[], int]) -> int:
         print(f"stopped by {stopped.name}: what was not whole is removed", file=sys.stderr)
         return stopped.code
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unheard():
+            raise
         code, text = exit_code(error), told(error)
         if not report(code, text, about_others=isinstance(error, CommError)):
             print(text, file=sys.stderr)

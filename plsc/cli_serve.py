@@ -7,9 +7,12 @@ import json
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 import plsc
 from plsc.serve.bundle import MANIFEST, Bundle, Threshold, check_target, write_bundle
@@ -45,6 +48,7 @@ def run(argv: Sequence[str]) -> int:
     detector = find_detector(args.detector)
     if args.gallery is not None:
         _check_gallery(Path(args.gallery))
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # too many pixels are answered, not logged
     bundle = Bundle.open(_bundle_in(args.bundle), threads=args.threads, verify=not args.no_verify)
     about = bundle.manifest
     classes = _approximate(bundle, args.index, args.recall_queries)

@@ -419,16 +419,19 @@ class Fleet:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         updates = merge_updates(self._pending)
         compressors = [reducer for reducer in self.reducers if isinstance(reducer, DGC)]
-        scale = 1.0
+        scale, found, clipped = 1.0, None, None
         for local in self.locals:
             local.begin_step()
-        if self.scaler is not None or compressors:
-            if self.scaler is not None:
-                scale = 1.0 / self.scaler.loss_scale
-                found = self.scaler.unscale_(params)
-            else:
-                found = any_nonfinite([param.grad for param in params if param.grad is not None])
-            overflow = self.any(bool(torch.maximum(found, any_nonfinite([u.grad for u in updates]).to(self.device))))
+        if self.scaler is not None:
+            scale = 1.0 / self.scaler.loss_scale
+            found = self.scaler.unscale_(params)
+        elif compressors:
+            found = any_nonfinite([param.grad for param in params if param.grad is not None])
+        if self.strategy.clip_norm > 0:
+            own = {id(param) for compressor in compressors for param in compressor.local_params}  # DGC clips these
+            clipped = [param for param in params if id(param) not in own]
+        overflow, norm = self._agree(found, clipped, updates, scale)
+        if found is not None:
             if self.scaler is not None:
                 try:
                     self.scaler.update(overflow)
@@ -438,11 +441,7 @@ class Fleet:
                 for compressor in compressors:
                     compressor.skip()
                 return self._end(optimizer, Step(updated=False, overflow=True))
-        norm = None
-        if self.strategy.clip_norm > 0:
-            own = {id(param) for compressor in compressors for param in compressor.local_params}  # DGC clips these
-            clipped = [param for param in params if id(param) not in own]
-            norm = self._norm(clipped, updates, scale)
+        if clipped is not None and norm is not None:
             if not math.isfinite(norm):
                 raise NonFiniteLoss(f"the gradient's norm is {norm}; no weight was changed")
             shrink = min(1.0, self.strategy.clip_norm / (norm + 1e-6))
@@ -454,6 +453,27 @@ class Fleet:
             compressor.apply(optimizer)
         optimizer.step()
         return self._end(optimizer, Step(updated=True, grad_norm=norm))
+
+    def _agree(
+        self,
+        found: Tensor | None,
+        clipped: list[nn.Parameter] | None,
+        updates: list[RowUpdate],
+        scale: float,
+    ) -> tuple[bool, float | None]:
+        """Whether a gradient is not finite on any rank, and the norm of those to clip: the one wait of such a step.
+
+        found: whether one of this rank's is, apart from `updates`; None: not asked. clipped: None: no norm is wanted.
+        """
+        numbers: list[Tensor] = []
+        if found is not None:
+            kinds = [found, any_nonfinite([update.grad for update in updates])] if updates else [found]
+            worst = torch.stack([kind.to(self.device) for kind in kinds]).amax().to(torch.int64)
+            numbers.append(self.comm.all_reduce(worst, "max").wait().double())
+        if clipped is not None:
+            numbers.append(self._norm(clipped, updates, scale))
+        values = torch.stack(numbers).tolist() if numbers else []
+        return found is not None and values[0] > 0, values[-1] if clipped is not None else None
 
     def _collapsed(self, error: FloatingPointError, params: list[nn.Parameter]) -> NonFiniteLoss:
         """The loss scale has fallen to nothing: with the name of the first gradient that is not finite on any rank."""
@@ -484,8 +504,8 @@ class Fleet:
                 if id(param) not in averaged:
                     param.grad = None
 
-    def _norm(self, params: list[nn.Parameter], updates: list[RowUpdate], scale: float) -> float:
-        """Norm of the gradient of everything: replicated weights once, cut ones summed over ranks.
+    def _norm(self, params: list[nn.Parameter], updates: list[RowUpdate], scale: float) -> Tensor:
+        """Norm of the gradient of everything, 0-d float64: replicated weights once, cut ones summed over ranks.
 
         Between the meetings of local SGD replicas have gradients of their own: the mean of their squares counts.
         """
@@ -497,7 +517,7 @@ class Fleet:
         if apart:
             replica = grad_norm([param for param in params if id(param) in apart], self.comm).double() ** 2
             rows += replica.to(rows.device) / self.world_size
-        return float((square + self.comm.all_reduce(rows).wait()).sqrt())
+        return (square + self.comm.all_reduce(rows).wait()).sqrt()
 
     def _check_loss(self, loss: Tensor) -> None:
         """Agrees on whether the loss is finite. On a GPU that would stop the host every step: the log steps do it."""

@@ -63,6 +63,29 @@ def test_verify_tells_by_its_exit_code(faces: Path, tmp_path: Path, capsys: pyte
     assert "40 images, 8 classes; a class has 5 to 5" in capsys.readouterr().out
 
 
+def test_verify_opens_what_training_can(faces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A list whose paths start elsewhere, columns of other names, an index kept in a file or made anew."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    source = open_images(faces)
+    (tmp_path / "l.txt").write_text("".join(f"{source.name(i)} {source.labels[i]}\n" for i in range(40)))
+    images = [source.encoded(i) for i in range(40)]
+    parquet.write_table(arrow.table({"jpg": images, "who": source.labels}), tmp_path / "p.parquet")
+    for name in ("r.rec", "t.tar"):
+        assert cli.data(["convert", str(faces), str(tmp_path / name)]) == 0
+    (tmp_path / "r.idx").write_text("0\t4\n")
+    capsys.readouterr()
+    for name, flags in (
+        ("l.txt", ["--root", str(faces)]),
+        ("p.parquet", ["--image-column", "jpg", "--label-column", "who"]),
+        ("r.rec", ["--rebuild-index"]),
+        ("t.tar", ["--cache", str(tmp_path / "index")]),
+    ):
+        assert cli.data(["stats", str(tmp_path / name)]) == (0 if name in ("l.txt", "t.tar") else 2)
+        assert cli.data(["verify", str(tmp_path / name), *flags]) == 0
+        assert "40 images, 8 classes" in capsys.readouterr().out
+    assert (tmp_path / "index").is_file()
+
+
 def test_convert_split_pairs(faces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rec, tar, test, pairs = (str(tmp_path / name) for name in ("a.rec", "train.tar", "test", "pairs.txt"))
     assert cli.data(["convert", str(faces), rec]) == 0

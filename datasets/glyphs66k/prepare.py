@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from plsc.data import convert
-from plsc.data.images import decode_image
+from plsc.data.decoding import decode_image
 
 
 class Glyphs48:

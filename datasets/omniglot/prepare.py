@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from plsc.data import convert
-from plsc.data.images import decode_image
+from plsc.data.decoding import decode_image
 
 
 class Characters:

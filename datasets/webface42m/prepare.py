@@ -16,8 +16,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from plsc.data import convert
+from plsc.data.decoding import decode_image
 from plsc.data.files import read_file
-from plsc.data.images import SUFFIXES, PackedStrings, decode_image
+from plsc.data.images import SUFFIXES, PackedStrings
 
 
 class Tree:

@@ -19,8 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from plsc.data.convert import Encoded, Subset
+from plsc.data.decoding import read_pixels
 from plsc.data.embeddings import atomic_file
-from plsc.data.images import read_pixels
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from plsc.data.images import SUFFIXES, ImageFolder, ImageList
 from plsc.data.keyvalue import LMDBImages, LMDBWriter
 from plsc.data.parquet import ParquetImages, ParquetWriter
 from plsc.data.recordio import RecordIO
-from plsc.data.records import RecordWriter
+from plsc.data.records import MAGIC, RecordWriter
 from plsc.data.tar import TarShards, TarWriter
 from plsc.data.verification import VerificationSet
 from plsc.data.writing import name_full_disk
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 SHARD_BYTES = 2**30  # of a tar, when several are written
 _NO_FOLDERS = (".zip", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".csv", ".json", ".jsonl", ".idx", ".npz", ".h5")
 _MAGIC = ((b"\xff\xd8", ".jpg"), (b"\x89PNG", ".png"), (b"RIFF", ".webp"), (b"BM", ".bmp"))
+_OPTIONS = {"list": ("root",), "rec": ("index", "cache"), "tar": ("cache",), "parquet": ("image", "label")}
 Progress = Callable[[int, int], None]
 
 
@@ -71,7 +72,7 @@ class Subset:
 
 
 def kind_of(path: str) -> str:
-    """What lies at a path, or is to: folder, list, rec, tar, parquet, lmdb or bin, by name and content."""
+    """What lies at a path, or is to: folder, list, rec, tar, parquet, lmdb or bin, by name, else by content."""
     suffix = os.path.splitext(path)[1].lower()
     by_suffix = {
         ".rec": "rec",
@@ -90,11 +91,31 @@ def kind_of(path: str) -> str:
             if name == "train.rec" or name.endswith((".tar", ".parquet")):
                 return by_suffix[os.path.splitext(name)[1]]
         return "folder"
-    return by_suffix.get(suffix, "folder")
+    return by_suffix.get(suffix) or content_kind(path) or "folder"
 
 
-def open_images(path: str | os.PathLike[str], *, image_size: int = 112, channels: int = 3) -> Encoded:
-    """The data set at a path, of whichever kind `kind_of` finds."""
+def content_kind(path: str) -> str:
+    """What a file is by its first bytes: rec, tar, parquet, lmdb, bin or (a .zip) folder; "" where they do not tell."""
+    if not os.path.isfile(path):
+        return ""
+    with open(path, "rb") as file:
+        head = file.read(512)
+    known = ((MAGIC, 0, "rec"), (b"ustar", 257, "tar"), (b"PAR1", 0, "parquet"), (b"\xde\xc0\xef\xbe", 16, "lmdb"))
+    pickled = ((b"\x80" + bytes([protocol]), 0, "bin") for protocol in range(2, 6))
+    for magic, at, kind in (*known, *pickled, (b"PK\3\4", 0, "folder")):
+        if head[at : at + len(magic)] == magic:
+            return kind
+    return ""
+
+
+def open_images(
+    path: str | os.PathLike[str], *, image_size: int = 112, channels: int = 3, **options: str | os.PathLike[str]
+) -> Encoded:
+    """The data set at a path, of whichever kind `kind_of` finds.
+
+    options: of the kind's class, `root` of lists, `index` and `cache` of .rec, `cache` of tar, `image` and `label` of
+    Parquet. ValueError for an option that it has not, and for a name that says another kind than the content.
+    """
     path = os.fspath(path)
     makers: dict[str, Callable[..., Encoded]] = {
         "folder": ImageFolder,
@@ -105,14 +126,28 @@ def open_images(path: str | os.PathLike[str], *, image_size: int = 112, channels
         "lmdb": LMDBImages,
         "bin": functools.partial(VerificationSet, folds=1),
     }
-    return makers[kind_of(path)](path, image_size=image_size, channels=channels)
+    kind = kind_of(path)
+    if unknown := [name for name in options if name not in _OPTIONS.get(kind, ())]:
+        known = ", ".join(_OPTIONS.get(kind, ())) or "none"
+        raise ValueError(f"{path}: got the option {unknown[0]} for data of kind {kind!r}, expected of these: {known}")
+    try:
+        return makers[kind](path, image_size=image_size, channels=channels, **options)
+    except ValueError as error:
+        found = content_kind(path)
+        if found in ("", kind):
+            raise
+        raise ValueError(
+            f"{path}: its name says kind {kind!r}, its content {found!r}; expected a name that fits, rename it (as "
+            f"{kind!r}: {error})"
+        ) from error
 
 
 def convert(data: Encoded, target: str | os.PathLike[str], *, progress: Progress | None = None) -> str:
     """Writes the samples at `target`; its name says how: .rec, .tar ({}: several), .parquet, .lmdb, .txt, a folder.
 
-    Bytes, labels and order stay; names stay where the target has them and their last two parts FOLDER/FILE tell all
-    samples apart (else CLASS/CLASS_0001.jpg). A list's images go to the folder of its name. A folder sorts by class, so
+    Bytes, labels and order stay; so does the end FOLDER/FILE of a name where the target has names, it is no other's and
+    safe in a list (else FOLDER/FOLDER_0001.jpg, with a line in the log). A list's images go to the folder of its name.
+    A folder sorts by class, so
     other orders change there, with a line in the log. ValueError: something is there already, labels a folder cannot
     hold.
     """
@@ -138,19 +173,19 @@ def convert(data: Encoded, target: str | os.PathLike[str], *, progress: Progress
             check_free(target)
     elif kind == "parquet":
         with ParquetWriter(target) as rows:
-            names = _names(data)
+            names = _names(data, target)
             for i in samples:
                 name = names[i].encode("utf-8", "backslashreplace").decode()
                 rows.write(name, int(data.labels[i]), data.encoded(i))
             check_free(target)
     elif kind == "lmdb":
-        names = _names(data)
+        names = _names(data, target)
         with LMDBWriter(target) as values:
             for i in samples:
                 values.write(names[i], int(data.labels[i]), data.encoded(i))
             check_free(target)
     elif kind == "tar":
-        keys = _keys(data)
+        keys = _keys(data, target)
         with TarWriter(target, max_bytes=SHARD_BYTES if "{}" in target else None) as tar:
             for i in samples:
                 tar.write(*keys[i], int(data.labels[i]), data.encoded(i))
@@ -211,19 +246,33 @@ def suffix_of(data: bytes) -> str:
     return ".jpg"  # broken or unknown: found again when it is decoded
 
 
-def _names(data: Encoded) -> list[str]:
-    """A relative path CLASS/FILE for each sample: the end of its own name where these differ, else by labels."""
+def _names(data: Encoded, target: str) -> list[str]:
+    """A relative path FOLDER/FILE for each sample: the end of its own name, or another where that is unsafe or taken.
+
+    The others stay in their folder if its name is safe, else go to one of their label's number.
+    """
     names = ["/".join(PurePosixPath(data.name(i)).parts[-2:]) for i in range(len(data))]
-    if len(set(names)) == len(names) and all(map(_is_safe, names)):
-        return names
+    number_of = Counter(names)
+    others = [i for i, name in enumerate(names) if number_of[name] > 1 or not _is_safe(name)]
+    taken = set(names) - {names[i] for i in others}
     width = len(str(max(data.num_classes - 1, 0)))
-    counts: Counter[int] = Counter()
-    made = []
-    for i, label in enumerate(np.asarray(data.labels).tolist()):
-        counts[label] += 1
-        folder = f"{label:0{width}d}" if label >= 0 else "ignored"
-        made.append(f"{folder}/{folder}_{counts[label]:04d}{suffix_of(data.encoded(i))}")
-    return made
+    counts: Counter[str] = Counter()
+    old = {i: names[i] for i in others if names[i].lower().endswith(SUFFIXES)}  # a .rec's name no files
+    for i in others:
+        label, folder = int(data.labels[i]), names[i].rpartition("/")[0]
+        if i not in old or not _is_safe(f"{folder}/x{SUFFIXES[0]}"):
+            folder = f"{label:0{width}d}" if label >= 0 else "ignored"
+        suffix = suffix_of(data.encoded(i))
+        while True:
+            counts[folder] += 1
+            names[i] = f"{folder}/{folder}_{counts[folder]:04d}{suffix}"
+            if names[i] not in taken:
+                break
+    if old:
+        first, name = next(iter(old.items()))
+        text = "%s: %d of %d samples get other names, such as %s for %s"
+        logger.warning(text, target, len(old), len(names), names[first], ascii(name))
+    return names
 
 
 def _is_safe(name: str) -> bool:
@@ -237,24 +286,22 @@ def _is_safe(name: str) -> bool:
     )
 
 
-def _keys(data: Encoded) -> list[tuple[str, str]]:
+def _keys(data: Encoded, target: str) -> list[tuple[str, str]]:
     """Key and suffix of each sample of a tar: a key has no dot in its last part."""
     found = []
-    for name in _names(data):
+    for name in _names(data, target):
         folder, _, file = name.rpartition("/")
         stem, suffix = os.path.splitext(file)
         found.append((f"{folder}/{stem.replace('.', '_')}", suffix))
-    if len({key for key, _ in found}) < len(found):
-        width = len(str(len(found)))
-        found = [(f"{key}_{i:0{width}d}", suffix) for i, (key, suffix) in enumerate(found)]
-    return found
+    number_of, width = Counter(key for key, _ in found), len(str(len(found)))
+    return [(f"{key}_{i:0{width}d}" if number_of[key] > 1 else key, suffix) for i, (key, suffix) in enumerate(found)]
 
 
 def _write_files(data: Encoded, target: str, kind: str, samples: Iterable[int]) -> None:
     """A folder of class folders, or a list with such a folder beside it; put in place when whole."""
     root = os.path.splitext(target)[0] if kind == "list" else target
     check_free(root)
-    names = _names(data)
+    names = _names(data, target)
     if kind == "folder" and not _sorts_as(names, data.labels):
         present = np.unique(data.labels)
         if present[0] < 0 or len(present) != data.num_classes:
@@ -263,7 +310,8 @@ def _write_files(data: Encoded, target: str, kind: str, samples: Iterable[int]) 
                 f"{int((np.asarray(data.labels) < 0).sum())} samples are ignored (-1), which folders cannot say; write "
                 "a list, .rec, .tar or .parquet"
             )
-        names = _names(Subset(_Nameless(data), np.arange(len(data)), np.asarray(data.labels)))
+        logger.warning("%s: samples are named by their class, whose folders else sort in another order", target)
+        names = _names(_Nameless(data), target)
     draft = f"{root}.tmp-{os.getpid()}"
     try:
         for i in samples:

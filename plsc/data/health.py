@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from plsc.data.convert import Encoded
-from plsc.data.images import jpeg_warning, read_pixels
+from plsc.data.decoding import jpeg_warning, read_pixels
 from plsc.data.reading import most_bad
 
 _SHOWN = 10  # examples of each kind kept

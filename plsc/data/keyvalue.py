@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plsc.data.images import _check_format, _warn_thin_classes, decode_image
+from plsc.data.decoding import decode_image
+from plsc.data.images import _check_format, _warn_thin_classes
 from plsc.data.writing import WholeOrNothing, drop
 
 _FIRST_SIZE = 2**26  # bytes of address space of a new file; doubled as it fills
@@ -36,10 +37,9 @@ class LMDBImages:
                 f"{self.path}: got {count} as num-samples, expected the keys num-samples, image-000000001, "
                 "label-000000001 and so on"
             )
-        assert self._file is not None
-        if count > self._file.num_keys:  # before memory is taken for what a damaged number asks for
+        if count > (keys := self._opened().num_keys):  # before memory is taken for what a damaged number asks for
             raise ValueError(
-                f"{self.path}: got {count} as num-samples, but the file holds {self._file.num_keys} keys in all; expected "
+                f"{self.path}: got {count} as num-samples, but the file holds {keys} keys in all; expected "
                 "a key image-000000001 and so on for each; fetch the file again"
             )
         self.labels = self._read_labels(count)
@@ -77,10 +77,13 @@ class LMDBImages:
     def _place(self, i: int) -> str:
         return f"{self.path}, {_key('image', i).decode()}"
 
-    def _get(self, key: bytes) -> bytes | None:
+    def _opened(self) -> "_File":
         if self._file is None:
             self._file = _open(self.path)
-        return self._file.get(key)
+        return self._file
+
+    def _get(self, key: bytes) -> bytes | None:
+        return self._opened().get(key)
 
     def _read_labels(self, count: int) -> NDArray[np.int64]:
         packed = self._get(b"labels")

@@ -62,8 +62,8 @@ def read_pairs(path: str | os.PathLike[str], names: Sequence[str]) -> Pairs:
         none = ""
         if len(missing) == pairs.size:
             none = (
-                f"; its images are called {names[0]!r} and so on, expected NAME_0001.jpg: a .rec has no names, read what "
-                "it was made of"
+                f"; its images are called {names[0]!r} and so on, expected NAME_0001.jpg: a .rec has no names, read "
+                "what it was made of"
             )
         raise ValueError(f"{path}: {len(missing)} images are not in the data set: {shown}{none}")
     if len(index) < len(names):  # a name in two folders: which of them is meant?

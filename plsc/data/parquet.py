@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.decoding import decode_image
 from plsc.data.files import read_file
-from plsc.data.images import _check_format, _warn_thin_classes, decode_image
+from plsc.data.images import _check_format, _warn_thin_classes
 from plsc.data.parquet_pages import find_values
 from plsc.data.tar import find_shards
 from plsc.data.writing import WholeOrNothing, drop
@@ -22,10 +23,11 @@ _CACHED = 8  # row groups kept, of those that pyarrow has to read
 class ParquetImages:
     """Rows of Parquet files in their order, file after file by name; `path`: a file, a folder of .parquet or a pattern.
 
-    image: a column of bytes, or of structs with a field `bytes` (as the datasets library writes them). label: a column
-    of whole numbers from 0, -1 to ignore. A column `name`, if there is one, names the samples. Where the images are
-    neither compressed nor in a dictionary (`ParquetWriter`) each is read by itself once its row group has been looked
-    into; else a read takes the whole row group, of which the last few are kept, and shuffled reading is slow.
+    image: a column of bytes (of any of Arrow's kinds), or of structs with a field `bytes` (as the datasets library
+    writes them). label: a column of whole numbers from 0, -1 to ignore. A column `name`, if there is one, names the
+    samples. Where the images are neither compressed nor in a dictionary (`ParquetWriter`) each is read by itself once
+    its row group has been looked into; else a read takes the whole row group, of which the last few are kept, and
+    shuffled reading is slow.
     """
 
     def __init__(
@@ -146,13 +148,18 @@ class ParquetImages:
             if name not in schema.names:
                 raise ValueError(
                     f"{file}: got columns {', '.join(schema.names)}, expected one named {name!r}; rename it, "
-                    "or name yours: plsc.data.ParquetImages(path, image=..., label=...)"
+                    "or name yours: plsc.data.ParquetImages(path, image=..., label=...), plsc-data --image-column and "
+                    "--label-column"
                 )
         kind = schema.field(self._column).type
         if types.is_struct(kind):
             kind = next((kind.field(k).type for k in range(kind.num_fields) if kind.field(k).name == "bytes"), kind)
-        if not (types.is_binary(kind) or types.is_large_binary(kind)):
-            raise ValueError(f"{file}: column {self._column!r} is of {kind}, expected binary (encoded images)")
+        value = kind.value_type if types.is_dictionary(kind) else kind
+        if not (types.is_binary(value) or types.is_large_binary(value) or types.is_binary_view(value)):
+            raise ValueError(
+                f"{file}: column {self._column!r} is of {kind}, expected binary: the bytes of an encoded image in each "
+                "row; write them so"
+            )
         if not types.is_integer(schema.field(self._label).type):
             kind = schema.field(self._label).type
             raise ValueError(f"{file}: column {self._label!r} is of {kind}, expected whole numbers")

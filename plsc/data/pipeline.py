@@ -75,7 +75,9 @@ class Pipeline:
                 self._bad.note(replaced)
             images = self._normalise(self._reader.slots[slot, : len(samples)]).permute(0, 3, 1, 2)
             labels = torch.from_numpy(np.asarray(labels_of[samples], np.int64))
-            yield images, labels.to(self._device)
+            if self._device.type == "cuda":
+                labels = labels.pin_memory()
+            yield images, labels.to(self._device, non_blocking=True)
 
     def close(self) -> None:
         """Ends the reading processes; they also end with this object."""

@@ -4,6 +4,7 @@ Both kinds of file that face recognition uses are read: one record an image, and
 records without an image say which keys belong to a class. The index lives in numpy arrays, 24 bytes an image.
 """
 
+import codecs
 import filecmp
 import logging
 import mmap
@@ -17,8 +18,9 @@ from numpy.lib.format import write_array_header_1_0
 from numpy.typing import NDArray
 
 from plsc.data import native
+from plsc.data.decoding import decode_image
 from plsc.data.files import OpenFile
-from plsc.data.images import _check_format, _warn_thin_classes, decode_image
+from plsc.data.images import _check_format, _warn_thin_classes
 from plsc.data.records import (
     EXACT,
     FIRST,
@@ -213,6 +215,8 @@ def _read_index(path: str) -> Ints:
     with open(path, "rb") as file:
         lines = 1 + sum(np.count_nonzero(codes == 10) for codes in _blocks(file))
         file.seek(0)
+        if file.read(3) != codecs.BOM_UTF8:
+            file.seek(0)
         rows, count, line, rest = np.empty((3, lines), np.int64), 0, 0, b""
         for block in _blocks(file):
             text = rest + block.tobytes()

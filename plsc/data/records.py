@@ -32,7 +32,6 @@ MAX_CLASS = 2**53 - 1
 Data = mmap.mmap | bytes
 
 
-
 @dataclass(frozen=True)
 class Record:
     """A payload taken apart. labels: float32 [max(1, flag)]."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from plsc.data.images import to_pixels
+from plsc.data.decoding import to_pixels
 from plsc.data.reading import Dataset
 
 logger = logging.getLogger(__name__)

@@ -21,14 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.decoding import decode_image
 from plsc.data.files import read_file
-from plsc.data.images import (
-    SUFFIXES,
-    PackedStrings,
-    _check_format,
-    _warn_thin_classes,
-    decode_image,
-)
+from plsc.data.images import SUFFIXES, PackedStrings, _check_format, _warn_thin_classes
 from plsc.data.writing import WholeOrNothing, drop
 
 logger = logging.getLogger(__name__)

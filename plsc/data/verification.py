@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plsc.data.images import _check_format, decode_image
+from plsc.data.decoding import decode_image
+from plsc.data.images import _check_format
 from plsc.data.pairs import Pairs
 
 

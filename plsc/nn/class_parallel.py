@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.comm import Communicator, Shard, mark, world
+from plsc.ops import host
 from plsc.ops.formats import WEIGHT_DTYPES, Rounding, is_wide, join, split
 from plsc.ops.lag import LIMIT as LAG_LIMIT
 from plsc.ops.lag import Lag
@@ -30,7 +31,7 @@ class ClassParallelModule(nn.Module):
     """A weight [C_local, (K,) D] of which each rank holds its classes, and the state of its row optimizer."""
 
     weight: nn.Parameter
-    num_steps: Tensor  # training forwards so far: the step of class sampling
+    num_steps: Tensor  # training forwards so far: the step of class sampling; on the host, wherever the weight is
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class ClassParallelModule(nn.Module):
         self.workspace = Workspace()
         self._batch_size: int | None = None  # of the last forward: equal on all ranks
         self._make_weight((sub_centers, embedding_size), std)
-        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64, device="cpu"))
         if head_optimizer is not None:
             for name, value in head_optimizer.state(self.weight.detach()).items():
                 self.register_buffer(f"row_{name}", value)
@@ -98,7 +99,7 @@ class ClassParallelModule(nn.Module):
         size = (self.shard.size, *shape) if shape[0] > 1 else (self.shard.size, shape[1])
         high = torch.empty(size, dtype=torch.float32 if self.weight_dtype == "fp32" else torch.bfloat16)
         low = torch.empty(size, dtype=torch.int16) if self.weight_dtype == "split" else None
-        for at, rows in init_blocks(self.shard, shape, std=std, seed=self.seed):
+        for at, rows in () if high.is_meta else init_blocks(self.shard, shape, std=std, seed=self.seed):
             if low is None:
                 high[at] = rows
             else:
@@ -223,9 +224,12 @@ class ClassParallelModule(nn.Module):
                 "a head whose weight or state is kept in bfloat16 cannot change its dtype; move it with .to(device), "
                 "and choose what it is kept in by weight_dtype and state_dtype"
             )
+        num_steps = self.num_steps
         super()._apply(fn, recurse)
+        self.num_steps = num_steps  # to read it on a GPU the host would wait
         if self.lag is not None:
             self.lag.touched = fn(self.lag.touched)
+            self.lag.products = self.lag.products.to(self.lag.touched.device)
         self._mark()
         return self
 
@@ -263,7 +267,7 @@ def init_blocks(shard: Shard, shape: tuple[int, int], *, std: float, seed: int) 
     for block in range(shard.start // BLOCK, -(-shard.stop // BLOCK) if shard.size else 0):
         generator = torch.Generator().manual_seed(int(mix(int(mix(seed ^ _SALT)) + block)))
         first, last = block * BLOCK, min((block + 1) * BLOCK, shard.total)
-        rows = torch.randn(last - first, centers * dim, generator=generator) * std
+        rows = torch.randn(last - first, centers * dim, generator=generator, device="cpu") * std
         low, high = max(first, shard.start), min(last, shard.stop)
         part = rows[low - first : high - first]
         yield slice(low - shard.start, high - shard.start), part if centers == 1 else part.view(-1, centers, dim)
@@ -304,7 +308,7 @@ def check_batch(embeddings: Tensor, labels: Tensor, weight: Tensor) -> None:
 def check_labels(labels: Tensor, num_classes: int, comm: Communicator) -> None:
     """Labels of the global batch [N] must be class ids or -1; every rank sees the same batch and raises alike."""
     bad = (labels < IGNORE) | (labels >= num_classes)
-    if labels.device.type != "cpu":  # no host sync on a GPU: the assertion stops the stream
+    if not host.reads_freely(labels):  # the assertion stops the stream
         torch._assert_async(~bad.any(), f"label outside [0, {num_classes})")
         return
     if bool(bad.any()):

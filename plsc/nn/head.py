@@ -171,9 +171,11 @@ class ClassParallelHead(ClassParallelModule):
 
     def _observe(self, own: Tensor | None, labels: Tensor, norms: Tensor) -> None:
         """Lets the margin update its running statistics, from the valid samples of the global batch."""
-        valid = labels != IGNORE
-        if bool(valid.any()):
-            self.margin.update(norms[valid] if own is None else own[valid], norms[valid])
+        margin, own, valid = self.margin, norms if own is None else own, labels != IGNORE
+        if margin.takes_valid:
+            margin.update(own, norms, valid)  # type: ignore[call-arg]
+        elif type(margin).update is not Margin.update and bool(valid.any()):
+            margin.update(own[valid], norms[valid])
 
     @torch.no_grad()
     def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,16 @@ class Margin(nn.Module):
         return math.inf if self.moves_others else 1.0
 
     def update(self, own: Tensor, norms: Tensor | None) -> None:  # [N], [N]
-        """Called once a training forward, before `target`, with the global batch: for moving averages."""
+        """Called once a training forward, before `target`, with the global batch: for moving averages.
+
+        Ignored samples are left out, for which the host waits where the head is on a GPU. An update with a third
+        argument, `valid` [N] bool, gets all samples, of which these count, and nothing has to wait.
+        """
+
+    @property
+    def takes_valid(self) -> bool:
+        """Whether this margin's `update` tells ignored samples by itself."""
+        return "valid" in inspect.signature(type(self).update).parameters
 
     def regularizer(self, norms: Tensor) -> Tensor | None:  # [B] -> [B]
         """A term added to the loss of each sample, or None."""
@@ -217,14 +226,14 @@ class AdaFace(Margin):
         self.register_buffer("batch_std", torch.tensor(100.0))
 
     @torch.no_grad()
-    def update(self, own: Tensor, norms: Tensor | None) -> None:
+    def update(self, own: Tensor, norms: Tensor | None, valid: Tensor | None = None) -> None:
         if norms is None:
             raise ValueError("AdaFace got no norms, expected those of the global batch, [N]")
         norms = _clipped_norms(norms).to(self.batch_mean.dtype)
-        if len(norms) > 0:
-            self.batch_mean.lerp_(norms.mean(), self.t_alpha)
-        if len(norms) > 1:  # the spread of one sample is not defined
-            self.batch_std.lerp_(norms.std(), self.t_alpha)
+        mean, count = _mean(norms, valid)
+        variance = _mean((norms - mean).square(), valid)[0] * count / (count - 1).clamp_min(1)
+        _follow(self.batch_mean, mean, self.t_alpha, count > 0)
+        _follow(self.batch_std, variance.sqrt(), self.t_alpha, count > 1)  # the spread of one sample is not defined
 
     def target(self, cos: Tensor, norms: Tensor) -> Tensor:  # type: ignore[override]  # needs_norms
         cos = _wide(cos)
@@ -255,9 +264,9 @@ class CurricularFace(Margin):
         return 2.0  # |cos (t + cos)| with |t| <= 1
 
     @torch.no_grad()
-    def update(self, own: Tensor, norms: Tensor | None) -> None:
-        if len(own) > 0:
-            self.t.lerp_(own.to(self.t.dtype).clamp(-1, 1).mean(), self.alpha)
+    def update(self, own: Tensor, norms: Tensor | None, valid: Tensor | None = None) -> None:
+        mean, count = _mean(own.to(self.t.dtype).clamp(-1, 1), valid)
+        _follow(self.t, mean, self.alpha, count > 0)
 
     def target(self, cos: Tensor) -> Tensor:
         return _arc(_wide(cos), self.margin)
@@ -319,6 +328,18 @@ MARGINS: dict[str, type[Margin]] = {
     "curricularface": CurricularFace,
     "magface": MagFace,
 }
+
+
+def _mean(values: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The mean of values [N] over the valid ones, 0 of none, and how many they are; on the device, without a wait."""
+    valid = torch.ones_like(values, dtype=torch.bool) if valid is None else valid
+    count = valid.sum()
+    return torch.where(valid, values, 0.0).sum() / count.clamp_min(1), count
+
+
+def _follow(average: Tensor, new: Tensor, weight: float, defined: Tensor) -> None:
+    """Moves an average by that weight towards a new value, where this is defined."""
+    average.lerp_(new, defined.to(average.dtype) * weight)
 
 
 def _wide(x: Tensor) -> Tensor:

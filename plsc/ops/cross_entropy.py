@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from plsc.ops import host
 from plsc.ops.sweep import Problem, Sweep
 
 UPSTREAM = 2  # columns that travel with the embeddings' gradient to compare the ranks' upstream gradients
@@ -37,7 +38,7 @@ def sharded_cross_entropy(
     from all ranks (N = B * world_size, this rank's part at its place) and factors [N] those of all ranks; a sample of
     factor 0 gives 0. The gradient of x and norms is the exact adjoint (summed over ranks); the weight's is multiplied
     by grad_scale. The gradient that comes back for "sum" must be the same number on every rank, or RuntimeError is
-    raised on all; for "none" one more small collective gathers it.
+    raised on all (on a GPU an assertion stops the stream); for "none" one more small collective gathers it.
     """
     loss: Tensor = _Loss.apply(x, norms, weight, bias, problem, factors, reduction)
     return loss
@@ -93,11 +94,13 @@ class _Loss(torch.autograd.Function):
 
 def _check_upstream(sums: Tensor, world_size: int) -> None:
     """From the sums of the ranks' upstream gradients and of their squares: were they one number?"""
-    if sums.device.type != "cpu":  # no host sync on a GPU
-        return
-    total, squares = sums.double().tolist()
-    if squares * world_size - total * total > 1e-4 * squares * world_size:
-        raise RuntimeError(
-            "the ranks scaled the head's mean loss differently before backward(), and its weights are already updated "
-            "if a head_optimizer does that; for a factor of its own on each rank or sample use head.losses(...)"
-        )
+    total, squares = sums.double().unbind()
+    differ = squares * world_size - total * total > 1e-4 * squares * world_size
+    message = (
+        "the ranks scaled the head's mean loss differently before backward(), and its weights are already updated "
+        "if a head_optimizer does that; for a factor of its own on each rank or sample use head.losses(...)"
+    )
+    if not host.reads_freely(sums):
+        torch._assert_async(~differ, message)  # stops the stream
+    elif bool(differ):
+        raise RuntimeError(message)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from plsc.ops import host
 from plsc.ops.formats import Rounding
 from plsc.ops.optim import RowOptimizer, State, apply_rows
 
@@ -45,17 +46,20 @@ class Lag:
 
     def met(self, optimizer: RowOptimizer, rows: Tensor | None) -> None:
         """A step was taken by these rows [R] (None: all); the others have missed it."""
-        idle = torch.tensor(optimizer.idle(), dtype=torch.float64)
-        self.products = torch.cat([torch.eye(2, dtype=torch.float64)[None], idle @ self.products])
+        (a, b), (c, d) = optimizer.idle()
+        weight, velocity = self.products.unbind(1)  # [k, 2] each
+        moved = torch.stack([a * weight + b * velocity, c * weight + d * velocity], 1)
+        self.products = torch.cat([torch.eye(2, dtype=torch.float64, device=moved.device)[None], moved])
         self.clock += 1
         self.touched[slice(None) if rows is None else rows] = self.clock
 
     def catch_up(self, weight: Tensor, state: State, rows: Tensor, rounding: Rounding | None) -> None:
         """Brings these rows to today, in place."""
         missed = (self.clock - self.touched[rows]).long()
-        behind = missed > 0
-        rows, missed = rows[behind], missed[behind]
-        matrices = self.products.to(missed.device)[missed].flatten(1)  # [R, 4]
+        if host.reads_freely(missed):  # elsewhere the matrix of those that missed nothing is the identity
+            behind = missed > 0
+            rows, missed = rows[behind], missed[behind]
+        matrices = self.products[missed].flatten(1)  # [R, 4]
         kept: State = {name: state[name] for name in ("momentum", "momentum_scale", "low") if name in state}
         apply_rows(_CatchUp(), weight, kept, rows, matrices, rounding=rounding)
         self.touched[rows] = self.clock

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plsc.comm import Shard
+from plsc.ops import host
 
 BLOCK = 1024  # classes that share one permutation; fixed, so that a sample never depends on the world size
 _HALF_BITS = 5  # a block has 10 bits of id: the Feistel network swaps halves of 5
@@ -18,7 +19,7 @@ _MASK = 0xFFFFFFFF
 
 def mix(x: Tensor | int) -> Tensor:
     """Hash of the low 32 bits of each entry (int64 in, int64 out in [0, 2**32)); a two-multiply finaliser."""
-    h = torch.as_tensor(x, dtype=torch.int64) & _MASK
+    h = (x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int64, device="cpu")) & _MASK
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
     h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK
     return h ^ (h >> 16)
@@ -26,7 +27,7 @@ def mix(x: Tensor | int) -> Tensor:
 
 def block_keys(seed: int, step: int, blocks: Tensor) -> Tensor:
     """One 32-bit key for each block of classes, from (seed, step, block) alone."""
-    return mix(blocks ^ step_key(seed, step).to(blocks.device))
+    return mix(blocks ^ int(step_key(seed, step)))
 
 
 def step_key(seed: int, step: int) -> Tensor:
@@ -59,31 +60,37 @@ def sample_classes(labels: Tensor, shard: Shard, *, rate: float, seed: int, step
     """
     if not 0.0 <= rate <= 1.0:
         raise ValueError(f"sample rate is {rate}, expected a share in [0, 1]")
-    device = labels.device
     mine = (labels >= shard.start) & (labels < shard.stop)
-    drawn = _draw(shard, rate, seed, step, device)
-    rows = torch.unique(torch.cat([drawn, labels[mine]])) - shard.start  # sorted
+    chosen = [(labels, mine), *_draw(shard, rate, seed, step, labels.device)]
+    if host.reads_freely(labels):
+        rows = torch.unique(torch.cat([ids[keep] for ids, keep in chosen])) - shard.start  # sorted
+    else:
+        marks = torch.zeros(shard.size + 1, dtype=torch.bool, device=labels.device)  # the last one: of other ranks
+        for ids, keep in chosen:
+            marks[torch.where(keep, ids - shard.start, shard.size)] = True
+        rows = marks[:-1].nonzero().squeeze(1)  # the one wait: how many they are
     place = torch.searchsorted(rows, labels - shard.start)
     return rows, torch.where(mine, place, -1)
 
 
-def _draw(shard: Shard, rate: float, seed: int, step: int, device: torch.device) -> Tensor:
-    """Global ids drawn from the blocks that touch this shard, cut to the shard; unsorted."""
+def _draw(shard: Shard, rate: float, seed: int, step: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Global ids from the blocks that touch this shard [blocks, m], and which of them are drawn and of this shard."""
     if shard.size == 0 or rate == 0.0:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    blocks = torch.arange(shard.start // BLOCK, (shard.stop - 1) // BLOCK + 1, device=device)
+        return []
+    last = (shard.stop - 1) // BLOCK
+    blocks = torch.arange(shard.start // BLOCK, last + 1, device=device)
     keys = block_keys(seed, step, blocks)
     last_size = shard.total % BLOCK
-    ragged = last_size != 0 and int(blocks[-1]) == shard.total // BLOCK
+    ragged = last_size != 0 and last == shard.total // BLOCK
     full = blocks[:-1] if ragged else blocks
-    ids = _draw_blocks(full, keys[: len(full)], BLOCK, rate)
+    drawn = [_draw_blocks(full, keys[: len(full)], BLOCK, rate)]
     if ragged:
-        ids = torch.cat([ids, _draw_blocks(blocks[-1:], keys[-1:], last_size, rate)])
-    return ids[(ids >= shard.start) & (ids < shard.stop)]
+        drawn.append(_draw_blocks(blocks[-1:], keys[-1:], last_size, rate))
+    return [(ids, keep & (ids >= shard.start) & (ids < shard.stop)) for ids, keep in drawn]
 
 
-def _draw_blocks(blocks: Tensor, keys: Tensor, size: int, rate: float) -> Tensor:
-    """Draws rate * size ids of each block, the fraction rounded up or down at random by key."""
+def _draw_blocks(blocks: Tensor, keys: Tensor, size: int, rate: float) -> tuple[Tensor, Tensor]:
+    """Ids of each block [blocks, m] and which are drawn: rate * size, rounded up or down at random by key."""
     exact = rate * size
     lottery = mix(keys ^ 0x5BD1E995).to(torch.float64) / 2.0**32
     count = torch.floor(exact + lottery).to(torch.int64).clamp_(max=size)  # [blocks]
@@ -95,4 +102,4 @@ def _draw_blocks(blocks: Tensor, keys: Tensor, size: int, rate: float) -> Tensor
         ids = permute(keys[:, None], torch.arange(BLOCK, device=keys.device)[None])
         inside = ids < size
         keep = inside & (inside.cumsum(1) <= count[:, None])
-    return (ids + blocks[:, None] * BLOCK)[keep]
+    return ids + blocks[:, None] * BLOCK, keep

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plsc.comm import Communicator
-from plsc.ops import native
+from plsc.ops import host, native
 from plsc.ops.formats import Rounding, is_wide
 from plsc.ops.optim import RowOptimizer, RowUpdate, State, apply_rows, collector, remove_radial
 
@@ -104,7 +104,6 @@ class Sweep:
         self.shift = problem.x.new_full((self.num_samples,), self.constant if self.constant_shift else -math.inf)
         self.total = problem.x.new_zeros(self.num_samples)
         self.own = problem.x.new_zeros(self.num_samples)  # own logits
-        self.own_center: Tensor | None = None  # [M] the nearest sub-centre
         self.own_cos: Tensor | None = None  # [N] of all ranks' classes, where `others` needs it
         self.output: Tensor | None = None
         # Where nothing stands between cosine and logit the product gives logits at once.
@@ -112,12 +111,7 @@ class Sweep:
         self.direct = self.plain and self.constant_shift and scoring.normalize and self.centers == 1
         self.left = problem.x * scoring.scale if self.plain else problem.x  # [N, D]
         self.place = problem.place.contiguous()
-        self.mine = (self.place >= 0).nonzero().squeeze(1)  # [M] samples whose class this rank holds
-        self.mine_rows = self.place[self.mine]  # [M]
-        order = self.mine_rows.argsort()
-        self.mine, self.mine_rows = self.mine[order], self.mine_rows[order]
-        starts = torch.arange(0, self.num_rows + problem.block, problem.block, device=self.mine.device)
-        self.mine_bounds = torch.searchsorted(self.mine_rows, starts).tolist()  # own classes of block b: [b], [b + 1]
+        self._find_own()
 
     def blocks(self) -> list[tuple[int, int, int]]:
         """(index, start, stop) of each block of the rows that take part."""
@@ -127,6 +121,26 @@ class Sweep:
     def release(self) -> None:
         self.released = True
         self.cache, self.maxima, self.output = {}, {}, None
+
+    def _find_own(self) -> None:
+        """The samples whose class this rank holds, sorted by class: `mine` [M].
+
+        How many they are a GPU would have to be asked. There M is N: `held` says which count, and those of other ranks
+        have row 0 and add nothing.
+        """
+        self.mine = self.place.argsort(stable=True)  # what is not held comes first
+        if self.num_rows == 0:
+            self.mine = self.mine[:0]
+        reads = host.reads_freely(self.place)
+        if reads:
+            self.mine = self.mine[int((self.place < 0).sum()) :]
+        self.own_at = self.place[self.mine]  # [M] the own row, -1 where it is not held; later the own vector of K a row
+        self.held = self.own_at >= 0
+        self.mine_rows = self.own_at.clamp_min(0)
+        self.bounds: list[int] | None = None  # own classes of block b are those from bounds[b] to bounds[b + 1]
+        if reads:
+            starts = torch.arange(0, self.num_rows + self.problem.block, self.problem.block)
+            self.bounds = torch.searchsorted(self.mine_rows, starts).tolist()
 
     # ---- forward
 
@@ -157,21 +171,25 @@ class Sweep:
         self.own_unit = w_own * self.own_inverse
         dots = torch.einsum("md,m...d->m...", x_own, self.own_unit)  # [M, (K)]
         if dots.dim() == 2:
-            cos, self.own_center = dots.max(1)
+            cos, nearest = dots.max(1)
             each = torch.arange(len(cos), device=cos.device)
-            self.own_unit = self.own_unit[each, self.own_center]
-            self.own_inverse = self.own_inverse[each, self.own_center]
+            self.own_unit, self.own_inverse = self.own_unit[each, nearest], self.own_inverse[each, nearest]
+            self.own_at = self.own_at * self.centers + nearest
         else:
             cos = dots
         if self.bias is not None:
             cos = cos + self.bias[self._rows_of(self.mine_rows)]
         if scoring.others is not None:
             everyone = problem.x.new_zeros(self.num_samples)
-            everyone[self.mine] = cos
+            everyone[self.mine] = torch.where(self.held, cos, 0.0)
             self.own_cos = problem.comm.all_reduce(everyone).wait()
         if problem.observe is not None:
             problem.observe(self.own_cos)
-        self.own[self.mine] = scoring.scale * self._target(cos)
+        moved = self._target(cos)
+        self.own[self.mine] = torch.where(self.held, scoring.scale * moved, 0.0)
+        self.cos_slope = torch.where(self.held, self.cos_slope, 0.0)
+        if self.norm_slope is not None:
+            self.norm_slope = torch.where(self.held, self.norm_slope, 0.0)
 
     def _target(self, cos: Tensor) -> Tensor:
         """The margin's cosines [M]; keeps their slopes against cosine and norm for the backward."""
@@ -363,12 +381,10 @@ class Sweep:
             grad = problem.workspace.get("gradient", problem.x, *shape) if whole is None else whole[start:stop]
             a = pull if shrink is None else pull * shrink[:, None]
             torch.mm(spread.T, a, out=grad.view(-1, grad.shape[-1]))
-            own = slice(self.mine_bounds[index], self.mine_bounds[index + 1])
-            if own.start < own.stop:
-                self._add_own(grad, own_rows[own], own, start)
+            self._add_own(grad.view(-1, grad.shape[-1]), own_rows, index, start)
             if grad_bias is not None:
                 part = spread.T @ (coefficient if shrink is None else coefficient * shrink)
-                part.index_add_(0, self.mine_rows[own] - start, own_pull[own])
+                self._add_own(part, own_pull, index, start)
                 grad_bias[self._chosen(start, stop)] = part
             self._finish_block(grad, start, stop, fused)
         if fused and problem.applied is not None:
@@ -420,14 +436,18 @@ class Sweep:
         raw, slope, center = self._logits(start, rows, inverse, "exponentials")
         return self._spread(self._exponentials(raw, self.shift), slope, center, inverse), None
 
-    def _add_own(self, grad: Tensor, rows: Tensor, own: slice, start: int) -> None:
-        """Adds the own-class terms: one rank-1 row a sample."""
-        at = self.mine_rows[own] - start
-        if self.own_center is None:
-            grad.index_add_(0, at, rows)
+    def _add_own(self, grad: Tensor, terms: Tensor, index: int, start: int) -> None:
+        """Adds the own-class terms [M, ...], one a sample, to the gradient [n * K, ...] of the block they belong to."""
+        first = start * self.centers
+        if self.bounds is not None:
+            own = slice(self.bounds[index], self.bounds[index + 1])
+            if own.start < own.stop:
+                grad.index_add_(0, self.own_at[own] - first, terms[own])
             return
-        flat = grad.view(-1, grad.shape[-1])
-        flat.index_add_(0, at * grad.shape[1] + self.own_center[own], rows)
+        at = self.own_at - first
+        within = at.remainder(len(grad))  # what belongs elsewhere adds zeros, spread over the rows
+        inside = (within == at).view(-1, *[1] * (terms.dim() - 1))
+        grad.index_add_(0, within, torch.where(inside, terms, 0.0))
 
 
 def _inverse_norm(rows: Tensor) -> Tensor:

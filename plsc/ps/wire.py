@@ -14,7 +14,7 @@ except ImportError as error:  # pragma: no cover
         f"tables on servers travel by Arrow Flight, and pyarrow is missing ({error}); pip install 'plsc-torch[ps]'"
     ) from None
 
-PROTOCOL = 2
+PROTOCOL = 1
 WIRES: dict[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2")}
 
 PULL, PUSH, CONTRIBUTE, WAIT_ROUND, EXCHANGE, SET_LR = range(1, 7)

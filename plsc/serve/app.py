@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
 from typing import Annotated, Any
+from urllib.parse import parse_qsl
 
 import numpy as np
-from fastapi import FastAPI, HTTPException, Path, Query, Request
+from fastapi import Depends, FastAPI, HTTPException, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -64,6 +66,7 @@ def create_app(
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
         openapi_url="/openapi.json" if docs else None,
+        dependencies=[Depends(_check_query)],
     )
     service = lambda: running[0]  # noqa: E731 (one word for what exists only once the loop runs)
     app.add_middleware(Gate, service=service, token=token, any_host=any_host)
@@ -157,11 +160,12 @@ def _add_images(app: FastAPI, service: Callable[[], Service]) -> None:
         id: Annotated[str | None, Query(pattern=IDS)] = None,
     ) -> Added:
         check_name(name)
-        given = await inputs(request)
+        running, given = service(), await inputs(request)
+        running.check_add(given, id=id or "")
+        rows, _, pixels = await _within(running, running.embeddings(given))
         # Not within a time limit: what is being written may not be given up half-way.
-        entries = await service().add(given, name=name, id=id or "")
-        pictured = given.embeddings is None
-        return Added(entries=[_listed(entry, pictured=pictured) for entry in entries])
+        entries = await running.add(rows, pixels, name=name, id=id or "")
+        return Added(entries=[_listed(entry, pictured=pixels is not None) for entry in entries])
 
 
 def _add_classes(app: FastAPI, service: Callable[[], Service]) -> None:
@@ -220,6 +224,24 @@ def _add_gallery(app: FastAPI, service: Callable[[], Service]) -> None:
 
 
 # ---- what they share
+
+
+async def _check_query(request: Request) -> None:
+    """Raises ValueError (422) for a parameter that is unknown, given twice, or no text: none is guessed or left out."""
+    route, path = request.scope["route"], request.scope["path"]
+    if not path.startswith("/v1/"):
+        return
+    known = sorted(field.alias for field in route.dependant.query_params)
+    try:
+        pairs = parse_qsl(request.scope["query_string"].decode(), keep_blank_values=True, errors="strict")
+    except ValueError:
+        raise ValueError("query: got bytes that are no UTF-8, expected text in UTF-8, escaped with %") from None
+    for name, count in Counter(name for name, _ in pairs).items():
+        if name not in known:
+            wanted = f"only {', '.join(known)}" if known else "no parameter"
+            raise ValueError(f"query: got {name[:40]!r}, expected {wanted}")
+        if count > 1:
+            raise ValueError(f"{name}: got {count} of them, expected one")
 
 
 def _handle_errors(app: FastAPI) -> None:

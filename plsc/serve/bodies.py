@@ -17,8 +17,11 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
+from plsc.data.costs import costly
+
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _KINDS: dict[type, str] = {type(None): "null", list: "a list", str: "a string", bool: "a boolean"}
+NUMBER_BYTES = 40  # of JSON that a number may take
 DRAIN_BYTES = 64 * 2**20  # of a body that is too large, read on and dropped so that its sender gets to hear of it
 
 
@@ -61,15 +64,19 @@ class _MemoryParser(MultiPartParser):
 
 async def read_inputs(request: Request, limits: Limits, *, dim: int) -> Inputs:
     """Images or embeddings of a request's body. HTTPException says what is wrong with any other body."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kinds = request.headers.getlist("content-type")
+    if len(kinds) > 1:
+        raise HTTPException(422, f"content type: got {len(kinds)} of them, expected one")
+    kind = "".join(kinds).partition(";")[0].strip().lower()
     if not (kind.startswith("image/") or kind in ("multipart/form-data", "application/json")):
         raise HTTPException(
             415, f"content type: got {kind[:80] or 'none'}, expected image/*, multipart/form-data or application/json"
         )
-    most = limits.max_bytes
+    most, what = limits.max_bytes, ""
     if kind == "application/json":  # parsed in one go while others wait: no longer than its numbers may be
-        most = min(most, limits.max_images * dim * 40 + 65_536)
-    body = await _read_body(request, limits, most)
+        most = min(most, limits.max_images * dim * NUMBER_BYTES + 65_536)
+        what = f" of JSON, enough for {limits.max_images} embeddings of {dim} numbers; send more in several requests"
+    body = await _read_body(request, limits, most, what)
     if kind == "application/json":
         found = Inputs(embeddings=parse_embeddings(body, dim))
     elif kind == "multipart/form-data":
@@ -84,7 +91,10 @@ async def read_inputs(request: Request, limits: Limits, *, dim: int) -> Inputs:
 
 
 def check_size(data: bytes, limits: Limits, *, name: str) -> None:
-    """Raises ValueError where the image is none, or has more pixels than allowed; from its header, before decoding."""
+    """Raises ValueError where the image is none, has too many pixels, or takes more work than these account for.
+
+    All from its bytes, before decoding.
+    """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -95,6 +105,8 @@ def check_size(data: bytes, limits: Limits, *, name: str) -> None:
         raise ValueError(f"{name}: broken or unknown image ({why}); expected one of {', '.join(FORMATS)}") from error
     if width * height > limits.max_pixels:
         raise ValueError(f"{name}: got {width} x {height} pixels, expected at most {limits.max_pixels}")
+    if why := costly(data):
+        raise ValueError(f"{name}: got {why}; save it anew as an ordinary JPEG or PNG")
 
 
 def parse_embeddings(body: bytes, dim: int) -> NDArray[np.float32]:
@@ -131,7 +143,7 @@ def parse_embeddings(body: bytes, dim: int) -> NDArray[np.float32]:
         raise HTTPException(422, f"got {str(error)[:200]}, {wanted}") from None
 
 
-async def _read_body(request: Request, limits: Limits, most: int) -> bytes:
+async def _read_body(request: Request, limits: Limits, most: int, what: str) -> bytes:
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isascii() and declared.isdigit() else 0
     parts: list[bytes] = []
@@ -151,7 +163,7 @@ async def _read_body(request: Request, limits: Limits, most: int) -> bytes:
     except ClientDisconnect:
         raise HTTPException(499, "the client went away") from None
     if max(seen, size) > most:
-        raise HTTPException(413, f"body: got {max(seen, size)} bytes, expected at most {most}")
+        raise HTTPException(413, f"body: got {max(seen, size)} bytes, expected at most {most}{what}")
     return b"".join(parts)
 
 

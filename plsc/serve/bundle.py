@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import logging
 import os
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plsc.data.embeddings import EmbeddingFile, Names, map_safetensors, open_embeddings, write_safetensors
+from plsc.serve.checks import check_kind, check_numbers, check_offsets, check_rows, check_shapes
 from plsc.serve.index import Index, quantize
 from plsc.serve.manifest import (
     CENTRES,
@@ -34,12 +36,17 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "int8": "int8"}
 ROWS = 65_536  # rows that are converted at once
+PROBE_COSINE = 0.999  # that rounding on another machine, and in the manifest, may take an embedding off itself
 
 
 class Bundle:
-    """An opened bundle: its manifest, the model, and the class centres by memory map."""
+    """An opened bundle: its manifest, the model, and the class centres by memory map.
 
-    def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 0) -> None:
+    What the manifest says is compared with the files; names, numbers of classes and offsets are looked at whole, and
+    the network embeds one picture as it did when the bundle was written. verify: the length of every centre, too.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, *, threads: int = 0, verify: bool = True) -> None:
         self.folder, self.manifest = folder, manifest
         self.model = EmbeddingModel(folder / MODEL, flip=manifest.flip, threads=threads)
         centres = open_embeddings(folder / CENTRES)
@@ -50,17 +57,13 @@ class Bundle:
                     "export the bundle again"
                 )
         self._check_agreement(centres)
+        _check_centres(centres, folder / CENTRES)
+        if verify:
+            check_rows(centres, folder / CENTRES)
+        _check_probe(self.model, manifest.probe, folder / MODEL)
         self.index = Index(centres.embeddings, scales=centres.scales)
         self.class_names = centres.names
-        self._thumbnails: tuple[NDArray[np.uint8], NDArray[np.int64]] | None = None
-        if manifest.thumbnails:
-            tensors, _ = map_safetensors(folder / THUMBNAILS)
-            self._thumbnails = tensors["images"], tensors["offsets"]
-            if len(tensors["offsets"]) != manifest.num_classes + 1:
-                raise ValueError(
-                    f"{folder / THUMBNAILS}: got thumbnails of {len(tensors['offsets']) - 1} classes, expected "
-                    f"{manifest.num_classes}; export the bundle again"
-                )
+        self._thumbnails = _read_thumbnails(folder / THUMBNAILS, manifest.num_classes) if manifest.thumbnails else None
 
     def _check_agreement(self, centres: EmbeddingFile) -> None:
         """Raises ValueError where the manifest says something else than its files: requests would fail, or lie."""
@@ -86,7 +89,7 @@ class Bundle:
 
     @classmethod
     def open(cls, folder: str | Path, *, threads: int = 0, verify: bool = True) -> Bundle:
-        """Reads a bundle. verify: every byte of every file is checked against the manifest first."""
+        """Reads a bundle. verify: every byte of every file is checked against the manifest first, and every centre."""
         where = Path(folder)
         manifest = read_manifest(where)
         for name, about in manifest.files.items():
@@ -100,7 +103,7 @@ class Bundle:
                     f"{path}: got SHA-256 {found[:12]}..., the manifest says {about['sha256'][:12]}...; the file was "
                     "damaged or exchanged; copy or export the bundle again"
                 )
-        return cls(where, manifest, threads=threads)
+        return cls(where, manifest, threads=threads, verify=verify)
 
     def class_name(self, number: int) -> str | None:
         return None if self.class_names is None else self.class_names[number]
@@ -145,7 +148,7 @@ def write_bundle(
         _take(onnx, draft / MODEL)
         _write_centres(Path(centres), draft / CENTRES, storage)
         if thumbnails is not None:
-            _check_thumbnails(Path(thumbnails), len(found.embeddings))
+            _read_thumbnails(Path(thumbnails), len(found.embeddings))
             _take(thumbnails, draft / THUMBNAILS)
         manifest = Manifest(
             name=name,
@@ -165,6 +168,7 @@ def write_bundle(
             thumbnails=thumbnails is not None,
             thresholds=tuple(sorted(thresholds, key=lambda one: -one.far)),
             files={p.name: {"sha256": sha256(p), "bytes": p.stat().st_size} for p in sorted(draft.iterdir())},
+            probe=pack_probe(model),
         )
         with (draft / MANIFEST).open("w", encoding="utf-8") as file:
             file.write(pack_manifest(manifest))
@@ -223,8 +227,10 @@ def _put_in_place(draft: Path, target: Path) -> None:
 
 def _write_centres(source: Path, target: Path, storage: str) -> None:
     file = open_embeddings(source)
-    if not file.normalized or file.embeddings.dtype != np.float32:
-        raise ValueError(f"{source}: got centres that are not float32 of unit length; export them again")
+    _check_centres(file, source)
+    check_rows(file, source)
+    if file.embeddings.dtype != np.float32:
+        raise ValueError(f"{source}: got centres that are {file.embeddings.dtype}, expected float32; export them again")
     if storage == "fp32":
         _take(source, target)
         return
@@ -252,8 +258,55 @@ def _write_centres(source: Path, target: Path, storage: str) -> None:
     write_safetensors(target, tensors, {**file.metadata, "storage": storage})
 
 
-def _check_thumbnails(path: Path, num_classes: int) -> None:
+def _check_centres(file: EmbeddingFile, path: Path) -> None:
+    """Raises ValueError for anything but class centres 0, 1, 2 and so on, each with its name or none with any."""
+    check_kind(file, path, centres=True)
+    check_shapes(file, path)
+    for what, numbers in (("label", file.labels), ("class number", file.ids)):
+        check_numbers(numbers, path, what=what)
+
+
+def _read_thumbnails(path: Path, num_classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The bytes of one small picture a class, and where each begins."""
     tensors, metadata = map_safetensors(path)
-    found = len(tensors.get("offsets", ())) - 1
-    if metadata.get("format") != "plsc-thumbnails" or found != num_classes:
-        raise ValueError(f"{path}: got thumbnails of {found} classes, expected {num_classes}; export them again")
+    if metadata.get("format") != "plsc-thumbnails" or not {"images", "offsets"} <= tensors.keys():
+        raise ValueError(f"{path}: got no thumbnails of plsc, expected images and offsets; export them again")
+    images, offsets = tensors["images"], tensors["offsets"]
+    if len(offsets) != num_classes + 1:
+        raise ValueError(
+            f"{path}: got thumbnails of {len(offsets) - 1} classes, expected {num_classes}; export the bundle again"
+        )
+    check_offsets(offsets, images, num_classes, path, what="thumbnails")
+    return images, offsets
+
+
+def pack_probe(model: EmbeddingModel) -> str:
+    """The embedding of a picture of noise, in half precision and base64: what is expected of the same network."""
+    return base64.b64encode(_probe(model).astype("<f2").tobytes()).decode()
+
+
+def _check_probe(model: EmbeddingModel, probe: str, path: Path) -> None:
+    """Raises ValueError where the network does not embed a picture as it did when the bundle was written, or fails."""
+    try:
+        found = _probe(model)
+    except Exception as error:  # ONNX Runtime's own kinds, by what is wrong in the graph
+        raise ValueError(f"{path}: ONNX Runtime cannot run it ({error}); export the bundle again") from error
+    if not probe:
+        return
+    try:
+        wanted = np.frombuffer(base64.b64decode(probe, validate=True), "<f2").astype(np.float32)
+    except ValueError as error:
+        raise ValueError(
+            f"{path.parent / MANIFEST}: got a probe that cannot be read ({error}); export it again"
+        ) from None
+    if wanted.shape != found.shape or not np.dot(wanted, found) > PROBE_COSINE:
+        raise ValueError(
+            f"{path}: the network embeds the picture that bundles are tried with otherwise than when it was exported; "
+            "its weights were exchanged, or this machine computes wrongly; export the bundle again"
+        )
+
+
+def _probe(model: EmbeddingModel) -> NDArray[np.float32]:
+    """The unit embedding of one picture, run in a batch of two; not finite where the network gives no direction."""
+    shape = (2, model.image_size, model.image_size, model.channels)
+    return model.embed(np.random.RandomState(0).randint(0, 256, shape).astype(np.uint8))[0][0]

@@ -164,8 +164,10 @@ def _given(images: Sequence[Image], embeddings: ArrayLike | None) -> dict[str, A
         raise ValueError("got both or none of images and embeddings, expected one of them")
     if embeddings is None:
         return _form(images)
-    rows = np.asarray(embeddings, np.float64)
-    return {"body": json.dumps({"embeddings": rows.tolist()}).encode(), "kind": "application/json"}
+    rows = np.asarray(embeddings)
+    if rows.dtype.kind not in "iuf" or rows.ndim != 2:
+        raise ValueError(f"embeddings: got {rows.dtype} {list(rows.shape)}, expected real numbers [B, D]")
+    return {"body": json.dumps({"embeddings": rows.astype(np.float64).tolist()}).encode(), "kind": "application/json"}
 
 
 def _number(value: Any, what: str) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from plsc.data.embeddings import open_embeddings
+from plsc.serve.checks import check_kind, check_shapes
 from plsc.serve.index import GrowingIndex, Index, Rows, Scores, check_queries
 from plsc.serve.journal import Journal
 
@@ -120,6 +121,21 @@ def open_gallery(path: str | Path, *, dim: int, digest: str) -> Gallery:
     )
 
 
+def check_folder(folder: Path) -> None:
+    """Raises ValueError for a place that is no gallery's and cannot become one: a file, or a folder of other files."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: expected a folder or a file of embeddings")
+    others = sorted(path.name for path in folder.iterdir() if path.name not in ("journal.lock", "lost+found"))
+    others = [name for name in others if not name.startswith(".")]
+    if others and not (folder / "journal").is_file():
+        raise ValueError(
+            f"{folder}: got a folder of {', '.join(others[:3])}{' and more' if len(others) > 3 else ''}, expected a "
+            f"gallery, or a new or empty folder, such as {folder / 'gallery'}"
+        )
+
+
 class FileGallery:
     """A file as plsc-embed writes it, by memory map: millions of rows open at once, and none is added or removed."""
 
@@ -131,6 +147,8 @@ class FileGallery:
                 f"{path}: a gallery is read from .safetensors; write one with plsc-embed --out x.safetensors"
             )
         self._file = open_embeddings(path)
+        check_kind(self._file, path, centres=False)
+        check_shapes(self._file, path)
         if self._file.digest != digest:
             raise ValueError(
                 f"{path} was made by the model {self._file.digest[:12]}, the bundle holds {digest[:12]}; embed the "
@@ -189,8 +207,7 @@ class FolderGallery:
     writable = True
 
     def __init__(self, folder: Path, *, dim: int, digest: str) -> None:
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{folder}: expected a folder or a file of embeddings")
+        check_folder(folder)
         self.dim, self._digest = dim, digest
         self._journal = Journal(folder)
         try:
@@ -306,10 +323,15 @@ class FolderGallery:
 
     def _check(self, record: bytes, folder: Path) -> None:
         about = json.loads(record)
-        if (about["model_digest"], about["embedding_size"]) != (self._digest, self.dim):
+        if about["model_digest"] != self._digest:
             raise ValueError(
                 f"{folder} holds embeddings of the model {about['model_digest'][:12]}, the bundle holds "
                 f"{self._digest[:12]}; give another folder, and add the images again"
+            )
+        if about["embedding_size"] != self.dim:
+            raise ValueError(
+                f"{folder} holds embeddings of size {about['embedding_size']}, expected {self.dim}; give another "
+                "folder, and add the images again"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -84,6 +85,10 @@ class Gate:
             else:
                 asked_as = "GET" if scope["method"] == "HEAD" else scope["method"]
                 await self._app({**scope, "method": asked_as}, receive, answer)
+        except asyncio.CancelledError:  # the server has waited long enough for an orderly end
+            logger.warning("request %s: %s %s was given up: the service stops", number, scope["method"], scope["path"])
+            if status == 0:
+                await _say(answer, 503, "the service stops; ask again when it is back", {}, number=number)
         except Exception:
             logger.exception("request %s: %s %s failed", number, scope["method"], scope["path"])
             if status == 0:
@@ -103,11 +108,7 @@ class Gate:
         if not self._any_host and not is_loopback(host):
             return 421, f"host: got {host[:80]!r}, expected one of {', '.join(LOOPBACK)}", {}
         origin = headers.get("origin")
-        if (
-            scope["method"] not in ("GET", "HEAD")
-            and origin is not None
-            and urlsplit(origin).netloc != headers.get("host")
-        ):
+        if scope["method"] not in ("GET", "HEAD") and origin is not None and _place(origin) != headers.get("host"):
             return 403, f"origin: got {origin[:80]!r}, expected the service's own page", {}
         if self._token is not None and scope["path"] not in OPEN_PATHS:
             scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -158,6 +159,14 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _place(origin: str) -> str:
+    """Host and port of an Origin; "" for what is none, such as null."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _host_name(host: str) -> str:

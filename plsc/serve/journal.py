@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import secrets
 import struct
 import zlib
 from collections.abc import Iterable
@@ -27,9 +28,10 @@ class Locked(ValueError):
 class Journal:
     """Records of bytes in FOLDER/NAME, of one process at a time.
 
-    append() returns when its record is on the disk, in a file that still has its name. A file whose last record is cut
-    short, by a crash in the middle of an append that therefore never returned, is cut back to the whole ones; a record
-    that is all there and wrong, or has whole ones after it, is a ValueError. Bodies should not end with a zero byte:
+    append() returns when its record is on the disk, in a file that still has its name. A file whose last record is not
+    whole, by a crash or a loss of power in the middle of an append that therefore never returned, is cut back to the
+    whole ones; pages reach a disk in any order, so it may be as long as it should be: then its bytes are kept in a
+    file beside. A damaged record that has whole ones after it is a ValueError. Bodies should not end with a zero byte:
     a file system may fill with zeros what a crash has cut. Files are their owner's alone (mode 0600): a wider one is
     narrowed when it is opened, with a warning.
     """
@@ -129,7 +131,7 @@ class Journal:
             raise OSError(errno.ESTALE, words)
 
     def _cut(self, data: bytes) -> None:
-        """Drops the unfinished end; a record that is all there, or has a whole one after it, is none of a crash's."""
+        """Drops the unfinished end; a record that has a whole one after it is none of a crash's."""
         at = data.find(_MARK, self._end + 1)
         while at >= 0:
             if _record(data, at) is not None:
@@ -139,11 +141,19 @@ class Journal:
                 )
             at = data.find(_MARK, at + 1)
         if _complete(data, self._end):
-            raise ValueError(
-                f"{self.path}: the last record, at byte {self._end}, is all there and is damaged; restore the file "
-                f"from a copy, or cut it to {self._end} bytes to give that change up"
+            kept = self.path.with_name(f"{self.path.name}.cut-{self._end}-{secrets.token_hex(4)}")
+            with atomic_file(kept, private=True) as file:
+                file.write(data[self._end :])
+            logger.warning(
+                "%s: the last record, at byte %d, is all there and does not match its checksum; it is left out, for a "
+                "loss of power does this to a change that was never acknowledged, and so does a failing disk to one "
+                "that was; its bytes are kept in %s",
+                self.path,
+                self._end,
+                kept.name,
             )
-        logger.warning("%s: the last %d bytes are of an unfinished write; cut", self.path, len(data) - self._end)
+        else:
+            logger.warning("%s: the last %d bytes are of an unfinished write; cut", self.path, len(data) - self._end)
         self._file.truncate(self._end)
         os.fsync(self._file.fileno())
 

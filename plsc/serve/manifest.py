@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-FORMAT, FORMAT_VERSION = "plsc-bundle", 1
+logger = logging.getLogger(__name__)
+
+FORMAT, FORMAT_VERSION = "plsc-bundle", 2
+UNSEALED = 1  # the version whose manifest may lack its digest, and has no probe
 MANIFEST, MODEL, CENTRES, THUMBNAILS = "manifest.json", "model.onnx", "centres.safetensors", "thumbnails.safetensors"
 FILES = (MANIFEST, MODEL, CENTRES, THUMBNAILS)  # all that a bundle may hold
 STORAGES = ("fp32", "fp16", "int8")
 DEFAULT_FAR = 1e-3
-DIGEST = "manifest_sha256"  # of the rest of the manifest; older bundles have none
+DIGEST = "manifest_sha256"  # of the rest of the manifest
+RATE_SLACK = 1e-6
 COSINE_SLACK = 1e-3  # that rounding may take a cosine beyond 1
 
 
@@ -51,6 +57,7 @@ class Manifest:
     thumbnails: bool
     thresholds: tuple[Threshold, ...]  # by falling rate; none where no pairs were measured
     files: Mapping[str, Mapping[str, Any]]  # sha256 and bytes of each
+    probe: str = ""  # embedding of a picture that every bundle is tried with, float16 in base64; "": an older bundle
 
     def threshold_at(self, far: float | None = None) -> Threshold | None:
         """The threshold measured for that false accept rate; by default the one nearest to 0.001, if there is any."""
@@ -71,25 +78,39 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"{folder} is not a bundle: it has no {MANIFEST}; write one with plsc-export RUN --to bundle")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        digest, whole = found.pop(DIGEST, None), dict(found)
-        version = found.pop("format"), found.pop("format_version")
-        if version != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"format {version}, expected {(FORMAT, FORMAT_VERSION)}")
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__}, expected an object with the fields of a bundle")
+        whole = {name: value for name, value in found.items() if name != DIGEST}
+        version = found.pop("format_version")
+        if found.pop("format") != FORMAT or type(version) is not int or version not in (UNSEALED, FORMAT_VERSION):
+            raise ValueError(f"format {whole['format']!r}, version {version!r}, expected {FORMAT!r}, {FORMAT_VERSION}")
+        sealed = version != UNSEALED or DIGEST in found
+        digest = found.pop(DIGEST) if sealed else None
         thresholds = tuple(Threshold(**one) for one in found.pop("thresholds"))
         manifest = Manifest(thresholds=thresholds, **found)
-        for words in _faults(manifest):
-            raise ValueError(words)
-        if digest is not None and digest != _digest(whole):
+        check(manifest)
+        if sealed and digest != _digest(whole):
             raise ValueError(f"{DIGEST} {str(digest)[:12]}..., expected {_digest(whole)[:12]}...: it was edited")
+        if version != UNSEALED and not manifest.probe:
+            raise ValueError("no probe, expected the embedding of the picture that bundles are tried with")
     except KeyError as error:
         raise ValueError(f"{path}: got no {error}; export the bundle again with this version of plsc") from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: got {error}; export the bundle again with this version of plsc") from error
+    if not sealed:
+        logger.warning("%s is of an older version, without a digest of itself: edits of it are not seen", path)
     return manifest
 
 
+def check(manifest: Manifest) -> None:
+    """Raises ValueError for fields that contradict themselves or each other."""
+    for words in _faults(manifest):
+        raise ValueError(words)
+
+
 def pack_manifest(manifest: Manifest) -> str:
-    """As read_manifest reads it."""
+    """As read_manifest reads it; ValueError where it would not."""
+    check(manifest)
     content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
     return json.dumps({**content, DIGEST: _digest(content)}, indent=2, allow_nan=False) + "\n"
 
@@ -120,6 +141,12 @@ def _faults(about: Manifest) -> Iterator[str]:
         yield f"storage {about.storage!r}, expected one of {', '.join(STORAGES)}"
     for one in about.thresholds:
         yield from _threshold_faults(one)
+    for higher, lower in pairwise(about.thresholds):
+        if not (higher.far > lower.far and higher.threshold <= lower.threshold and higher.tar >= lower.tar):
+            yield (
+                f"thresholds {higher.threshold:g} at far {higher.far:g}, then {lower.threshold:g} at {lower.far:g}, "
+                "expected falling rates, each at a threshold no lower, with a tar no higher"
+            )
     yield from _file_faults(about)
 
 
@@ -132,8 +159,11 @@ def _threshold_faults(one: Threshold) -> Iterator[str]:
         yield f"threshold {one.threshold}, expected a cosine, -1 to 1"
     if not 0 < one.far <= 1:
         yield f"far {one.far} among the thresholds, expected above 0 and at most 1"
-    if not (0 <= one.measured_far <= 1 and 0 <= one.tar <= 1):
-        yield f"measured_far {one.measured_far} and tar {one.tar}, expected 0 to 1"
+    if not (0 <= one.measured_far <= one.far * (1 + RATE_SLACK) and 0 <= one.tar <= 1):
+        yield (
+            f"measured_far {one.measured_far} and tar {one.tar} at far {one.far}, expected a measured rate of at most "
+            "that, and 0 to 1"
+        )
 
 
 def _file_faults(about: Manifest) -> Iterator[str]:

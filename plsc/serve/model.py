@@ -38,12 +38,23 @@ class EmbeddingModel:
             self.dim, self.image_size = int(notes["embedding_size"]), int(notes["image_size"])
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path}: no metadata of plsc ({error}); expected an export of plsc-export") from error
-        (given,) = self._session.get_inputs()
-        self._input = given.name
-        if list(given.shape[2:]) != [self.image_size] * 2:
-            raise ValueError(f"{path}: got input {given.shape}, its metadata say {self.image_size} px; export it again")
-        self.channels = int(given.shape[1])
+        self._input, self.channels = self._read_graph(path, notes.get("color_order", "none"))
         self.flip = flip
+
+    def _read_graph(self, path: str | Path, order: str) -> tuple[str, int]:
+        """Name and channels of the input. Raises ValueError for a graph that takes or gives anything else."""
+        given, made = self._session.get_inputs(), self._session.get_outputs()
+        shapes = [list(one.shape) for one in (*given, *made)]
+        free = not any(isinstance(shape[0], int) for shape in shapes if shape)
+        for channels, name in ((3, "RGB"), (1, "any")):
+            wanted = [[channels, self.image_size, self.image_size], [self.dim]]
+            if len(given) == 1 and [shape[1:] for shape in shapes] == wanted and free and order == name:
+                return given[0].name, channels
+        raise ValueError(
+            f"{path}: got inputs {shapes[: len(given)]} in order {order} and outputs {shapes[len(given) :]}, expected "
+            f"one input, a free batch of {self.image_size} px, 3 channels in RGB or 1 in any order, and embeddings of "
+            f"{self.dim}; export it again"
+        )
 
     def embed(self, images: Pixels) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Embeddings [B, D] at unit length and their lengths [B] before, of uint8 images [B, S, S, C].

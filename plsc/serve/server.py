@@ -10,6 +10,8 @@ import signal
 import socket
 import ssl
 import stat
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 HEAD_SECONDS = 10.0  # for a connection to send the head of its request
 ANSWER_SECONDS = 30.0  # for a client to take what it asked for
+THREADS_SECONDS = 1.0  # for threads to end, once all is answered
 END_SECONDS = 30  # for what has come to be answered, once the server is told to stop
 MIN_TOKEN = 16
 BACKLOG = 512
@@ -184,6 +187,20 @@ def serve(start: Callable[[], Service], address: Address, *, ready: Callable[[st
     server.run(_listen(address))
     if not server.came_up:
         raise OSError("the service did not start; its log has the reason")
+    _leave_threads()
+
+
+def _leave_threads() -> None:
+    """Ends the process where a thread of the service still works for nobody: Python would wait for it, however long."""
+    late = time.monotonic() + THREADS_SECONDS
+    busy = [one for one in threading.enumerate() if one.name.startswith("plsc-")]
+    for thread in busy:
+        thread.join(max(0.0, late - time.monotonic()))
+    if count := sum(thread.is_alive() for thread in busy):
+        logger.warning("%d threads are left at work on what was given up", count)
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
 
 
 class _Server(uvicorn.Server):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from plsc.data.align import Detector
-from plsc.data.images import decode_image, read_pixels
+from plsc.data.decoding import decode_image, read_pixels
 from plsc.serve.batching import Batcher, QueueFull
 from plsc.serve.bodies import Inputs, Limits, check_size
 from plsc.serve.bundle import Bundle
@@ -104,10 +104,14 @@ class Service:
         ]
 
     async def close(self) -> None:
-        """Answers what has come, then lets go of threads and the gallery."""
+        """Answers what has come, then lets go of threads and the gallery.
+
+        An image that is still being decoded has nobody left who waits for it, and is not waited for.
+        """
         await self._batcher.close()
-        for pool in (self._pool, self._searches, self._disk):
-            pool.shutdown()
+        for pool in (self._pool, self._searches):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._disk.shutdown()
         if self.gallery is not None:
             self.gallery.close()
 
@@ -144,12 +148,17 @@ class Service:
             for one in zip(scores, entries, strict=True)
         ]
 
-    async def add(self, inputs: Inputs, *, name: str, id: str = "") -> list[Entry]:
-        """Entries of all the images or embeddings, under one name, on the disk when this returns."""
-        gallery = self._gallery()
+    def check_add(self, inputs: Inputs, *, id: str = "") -> None:
+        """HTTPException for what `add` would refuse, before any work is done for it."""
+        self._gallery()
         if id and len(inputs) > 1:
             raise HTTPException(422, f"id: got one for {len(inputs)} images, expected one image, or no id")
-        rows, _, pixels = await self.embeddings(inputs)
+
+    async def add(
+        self, rows: NDArray[np.float32], pixels: NDArray[np.uint8] | None, *, name: str, id: str = ""
+    ) -> list[Entry]:
+        """Entries of unit embeddings [B, D] and their pixels, if any, under one name, on the disk when this returns."""
+        gallery = self._gallery()
         small = [b""] * len(rows) if pixels is None else [thumbnail(one) for one in pixels]
         new = [NewEntry(name, row, id=id, thumbnail=image) for row, image in zip(rows, small, strict=True)]
         return await self._in(self._disk, lambda: gallery.add(new))

@@ -36,7 +36,7 @@ from plsc.data import (
     open_images,
     read_pairs,
 )
-from plsc.data.convert import kind_of
+from plsc.data.convert import content_kind, kind_of
 from plsc.models import build as build_model
 from plsc.models.zoo import check_call
 from plsc.nn import MARGINS, ClassParallelHead, ClassParallelLinear, Margin
@@ -91,13 +91,14 @@ def _of_kind(key: str, kind: str, path: str) -> Iterator[None]:
 
 
 def _evident_kind(path: str) -> str:
-    """What a path's name, or the content of a folder, says it is; "" where they do not tell."""
+    """What a path's content or name says it is; "" where they do not tell."""
     if os.path.isdir(path):
         found = kind_of(path)
         return found if found != "folder" or any(entry.is_dir() for entry in os.scandir(path)) else ""
     if not os.path.exists(path) and not set(path) & set("*?[{"):
         return ""
-    return "folder" if path.lower().endswith(".zip") else kind_of(path).replace("folder", "")
+    named = "folder" if path.lower().endswith(".zip") else kind_of(path).replace("folder", "")
+    return content_kind(path) or named
 
 
 def _open_data(config: DataConfig, *, seed: int, split: str, progress: Progress | None, key: str) -> Dataset:

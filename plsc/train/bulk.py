@@ -10,7 +10,8 @@ import logging
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,27 +55,33 @@ def embed_to_file(
 ) -> Path:
     """Writes unit embeddings of a data set in its order: .safetensors (as export_embeddings) or .parquet; collective.
 
-    Pieces lie in `target`.parts, a folder that all ranks see, until the file is whole. A whole file of this model and
+    Pieces lie in `target`.parts, a folder that all ranks see, until the file is whole; of a run that goes on, those
+    whose images have changed are made again. A whole file of this model and
     data stays as it is; anything else at `target` is refused, or replaced with `overwrite`. source: what messages call
     the data. progress: rank 0's images. ValueError: an image that cannot be read, an embedding without a direction.
     """
     target, digest, about = Path(target), model_digest(backbone), dict[str, str]()
     pieces = _Pieces(Path(f"{target}.parts"), len(data), piece_rows)
 
-    def begin() -> list[int] | None:
-        """The pieces that are missing; None where there is nothing to do."""
+    def begin() -> bool:
+        """Whether there is anything to do; then the folder is there, with pieces of this plan or none."""
         about.update(data_digest=data_digest(data), flip=str(flip).lower(), autocast=str(autocast))
         if not overwrite and _is_complete(target, {"model_digest": digest, **about}):
-            return None
+            return False
         pieces.begin({"digest": digest, **about, "batch_size": batch_size, "piece_rows": piece_rows})
-        return pieces.missing()
+        return True
 
-    # Rank 0 says what is missing, for the others may see the folder a moment later.
-    missing = together(comm, f"begin {target}", lambda: begin() if comm.rank == 0 else None)[0]
-    if missing is None:
+    if not together(comm, f"begin {target}", lambda: comm.rank == 0 and begin())[0]:
         if comm.rank == 0:
             logger.info("complete already: %s, of this model and data; nothing was done", target)
         return target
+    # Rank 0 says which pieces are there, for the others may see the folder a moment later; each looks at its share.
+    there = together(comm, f"look into {pieces.folder}", lambda: pieces.there() if comm.rank == 0 else [])[0]
+    mine = there[comm.rank :: comm.world_size]
+    old = list(chain.from_iterable(together(comm, f"compare {source}", lambda: pieces.outdated(mine, data))))
+    missing = sorted({*range(len(pieces.starts))} - {*there} | {*old})
+    if comm.rank == 0 and old:
+        logger.warning("%d pieces are of images that have changed since: they are made again", len(old))
     if comm.rank == 0 and len(missing) < len(pieces.starts):
         logger.info("going on: %d of %d pieces were done", len(pieces.starts) - len(missing), len(pieces.starts))
 
@@ -104,11 +111,23 @@ def embed_to_file(
 
 def data_digest(data: Encoded) -> str:
     """SHA-256 (hex) over all labels, and the names and images of 256 samples at even distances."""
-    digest = hashlib.sha256(np.ascontiguousarray(data.labels, "<i8").data)
-    for i in np.unique(np.linspace(0, len(data) - 1, COMPARED).astype(np.int64)).tolist():
-        for part in (data.name(i).encode("utf-8", "surrogateescape"), data.encoded(i)):
+    chosen = np.unique(np.linspace(0, len(data) - 1, COMPARED).astype(np.int64)).tolist()
+    return _digest(data, chosen, hashlib.sha256(np.ascontiguousarray(data.labels, "<i8").data)).hex()
+
+
+def _digest(data: Encoded, samples: Iterable[int], digest: Any) -> bytes:
+    """Of the names and images of some samples, as they are now, after what the digest was begun with."""
+    for i in samples:
+        name = data.name(i)
+        try:
+            encoded = data.encoded(i)
+        except OSError as error:
+            words = f"sample {i} ({name}) cannot be read: {type(error).__name__}: {error}"
+            raise ValueError(f"{words}; fetch it again") from error
+        for part in (name.encode("utf-8", "surrogateescape"), encoded):
             digest.update(struct.pack("<Q", len(part)) + part)
-    return digest.hexdigest()
+    found: bytes = digest.digest()
+    return found
 
 
 def _is_complete(target: Path, about: Mapping[str, str]) -> bool:
@@ -155,18 +174,30 @@ class _Pieces:
         with atomic_file(path) as file:
             file.write(json.dumps(plan).encode())
 
-    def missing(self) -> list[int]:
+    def there(self) -> list[int]:
         done = set(os.listdir(self.folder))
-        return [piece for piece in range(len(self.starts)) if self._path(piece).name not in done]
+        return [piece for piece in range(len(self.starts)) if self._path(piece).name in done]
 
-    def write(self, piece: int, rows: Floats32) -> None:
+    def outdated(self, some: Sequence[int], data: Encoded) -> list[int]:
+        """Those whose names and images are no longer what they were made of: reads all of these, decodes none."""
+        return [piece for piece in some if self._read(piece)[1] != self.digest(piece, data)]
+
+    def digest(self, piece: int, data: Encoded) -> bytes:
+        return _digest(data, self.range_of(piece), hashlib.sha256())
+
+    def write(self, piece: int, rows: Floats32, digest: bytes) -> None:
         with atomic_file(self._path(piece)) as file:
             np.save(file, rows, allow_pickle=False)
+            file.write(digest)
 
     def read(self) -> Iterator[Floats32]:
         for piece in range(len(self.starts)):
-            rows: Floats32 = np.load(self._path(piece), allow_pickle=False)
-            yield rows
+            yield self._read(piece)[0]
+
+    def _read(self, piece: int) -> tuple[Floats32, bytes]:
+        with self._path(piece).open("rb") as file:
+            rows: Floats32 = np.load(file, allow_pickle=False)
+            return rows, file.read()
 
     def _path(self, piece: int) -> Path:
         return self.folder / f"{piece:06d}.npy"
@@ -198,6 +229,7 @@ def _embed_pieces(
         batches, done = iter(source), 0
         for piece, rows in zip(mine, ranges, strict=True):
             found: list[Floats32] = []
+            digest = pieces.digest(piece, data)  # before they are decoded: what changes meanwhile is made again
             while sum(map(len, found)) < len(rows):
                 images, _ = next(batches)
                 found.append(_embed_batch(model, images, flip=flip).cpu().numpy())
@@ -213,7 +245,7 @@ def _embed_pieces(
                     f"sample {i} ({data.name(i)}): its embedding is zero or not finite, expected a direction; "
                     "has the model diverged? try an earlier checkpoint"
                 )
-            pieces.write(piece, whole)
+            pieces.write(piece, whole, digest)
     finally:
         source.close()
 

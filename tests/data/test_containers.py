@@ -31,7 +31,7 @@ from plsc.data import (
     tar,
     write_pairs,
 )
-from plsc.data.convert import Encoded, kind_of
+from plsc.data.convert import Encoded, content_kind, kind_of
 from plsc.data.embeddings import read_embeddings
 from plsc.data.keyvalue import LMDBWriter
 from plsc.data.parquet import ParquetWriter
@@ -437,7 +437,7 @@ def test_lmdb_as_others_write_it(tmp_path: Path) -> None:
         ({}, "num-samples: got nothing, expected a whole number"),
         ({b"num-samples": b"x"}, "num-samples: got b'x'"),
         ({b"num-samples": b"0"}, "got 0 as num-samples"),
-        ({b"num-samples": b"999999999999", b"labels": b""}, "got 999999999999 as num-samples, but the file holds 2 keys"),
+        ({b"num-samples": b"999999999999", b"labels": b""}, "as num-samples, but the file holds 2 keys"),
         ({b"num-samples": b"2", b"label-000000001": b"0"}, "label-000000002: got nothing"),
         ({b"num-samples": b"1", b"label-000000001": b"Anna"}, "label-000000001: got b'Anna'"),
         ({b"num-samples": b"1", b"label-000000001": b"-1"}, "got labels from -1 to -1"),
@@ -530,3 +530,49 @@ def test_lists_in_lists_without_end(tmp_path: Path) -> None:
     (tmp_path / "e.safetensors").write_bytes(len(deep).to_bytes(8, "little") + deep)
     with pytest.raises(ValueError, match=r"e\.safetensors: the header is broken"):
         read_embeddings(tmp_path / "e.safetensors")
+
+
+def test_what_a_file_is_shows_in_its_first_bytes(folder: Path, tmp_path: Path) -> None:
+    """A misleading name is told, with what fits; without a suffix the content decides."""
+    source = ImageFolder(folder, image_size=8)
+    for name in ("a.tar", "b.parquet", "d.rec", "g.lmdb"):
+        needs(name)
+        convert(source, tmp_path / name)
+        (tmp_path / f"plain-{name[0]}").write_bytes((tmp_path / name).read_bytes())
+        found = open_images(tmp_path / f"plain-{name[0]}", image_size=8)
+        assert sorted(content(found)) == sorted(content(source))
+    for real, kind in (("a.tar", "tar"), ("b.parquet", "parquet"), ("d.rec", "rec"), ("g.lmdb", "lmdb")):
+        assert content_kind(str(tmp_path / real)) == kind
+        for said in {"rec", "tar", "parquet", "lmdb", "bin"} - {kind}:
+            (tmp_path / f"x.{said}").write_bytes((tmp_path / real).read_bytes())
+            with pytest.raises(ValueError, match=rf"x\.{said}: its name says kind '{said}', its content '{kind}'"):
+                open_images(tmp_path / f"x.{said}")
+    (tmp_path / "x.idx").unlink(missing_ok=True)
+
+
+def test_options_of_a_kind(folder: Path, tmp_path: Path) -> None:
+    source = ImageFolder(folder, image_size=8)
+    convert(source, tmp_path / "a.tar")
+    assert content(open_images(tmp_path / "a.tar", cache=tmp_path / "index")) == content(source)
+    assert (tmp_path / "index").is_file()
+    with pytest.raises(ValueError, match=r"a\.tar: got the option root for data of kind 'tar', .*: cache"):
+        open_images(tmp_path / "a.tar", root=folder)
+
+
+@pytest.mark.parametrize("kind", ["binary_view", "dictionary", "large_binary", "struct"])
+def test_columns_of_bytes_of_any_kind(tmp_path: Path, kind: str) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    images = [jpeg(k % 3) for k in range(6)]
+    column = {
+        "binary_view": lambda: arrow.array(images, arrow.binary_view()),
+        "dictionary": lambda: arrow.chunked_array([images[:3], images[3:]], arrow.binary()).dictionary_encode(),
+        "large_binary": lambda: arrow.array(images, arrow.large_binary()),
+        "struct": lambda: arrow.array([{"bytes": one} for one in images]),
+    }[kind]()
+    table = arrow.table({"image": column, "label": [0, 1, 2, 0, 1, 2]})
+    parquet.write_table(table, tmp_path / "x.parquet", row_group_size=4)
+    found = ParquetImages(tmp_path / "x.parquet", image_size=8)
+    assert [found.encoded(i) for i in range(6)] == images and found[5][1] == 2
+    parquet.write_table(arrow.table({"image": [1], "label": [0]}), tmp_path / "y.parquet")
+    with pytest.raises(ValueError, match="expected binary: the bytes of an encoded image in each row"):
+        ParquetImages(tmp_path / "y.parquet")

@@ -80,7 +80,8 @@ def test_jpegs_that_libjpeg_warns_of_are_listed(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for k in range(3):
         file = io.BytesIO()
-        Image.fromarray(np.random.default_rng(k).integers(0, 256, (8, 8, 3), np.uint8)).resize((64, 64)).save(file, "JPEG")
+        pixels = np.random.default_rng(k).integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).resize((64, 64)).save(file, "JPEG")
         data = file.getvalue()
         damaged = [data, data[:-2] + b"abcdef" + data[-2:], data[: 2 * len(data) // 3] + data[-2:]][k]
         (tmp_path / f"a/{k}.jpg").write_bytes(damaged)

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc.data import ImageFolder, ImageList, Loader, images
-from plsc.data.images import PackedStrings, decode_image
+from plsc.data import ImageFolder, ImageList, Loader, decoding, images
+from plsc.data.decoding import decode_image
+from plsc.data.images import PackedStrings
 
 FILES = ["b/2.png", "b/10.jpg", "a b/x.PNG", "a b/y.webp", "Z/u.bmp", "Z/é.jpeg"]
 
@@ -433,8 +434,8 @@ def test_both_jpeg_decoders_give_the_same(mode: str, monkeypatch: pytest.MonkeyP
     pytest.importorskip("simplejpeg")
     noise = saved(picture(1, (112, 112)).convert(mode), "JPEG", quality=80)
     fast = decode_image(noise, 112)
-    assert images._decode_jpeg(noise, 112, "a") is not None
-    monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+    assert decoding._decode_jpeg(noise, 112, "a") is not None
+    monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
     assert abs(fast.astype(int) - decode_image(noise, 112)).max() <= 2
     for cut in (2, 3, 20, 200, len(noise) // 2, len(noise) - 30):  # whether a damaged one passes, too
         for absent in (True, False):
@@ -442,7 +443,7 @@ def test_both_jpeg_decoders_give_the_same(mode: str, monkeypatch: pytest.MonkeyP
                 monkeypatch.undo()
             with pytest.raises(ValueError, match=r"a\.jpg: broken"):
                 decode_image(noise[:cut], 112, name="a.jpg")
-            monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+            monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
 
 
 @pytest.mark.parametrize("size", [(112, 112), (500, 500), (224, 225), (300, 701), (120, 118), (30, 40), (1000, 900)])
@@ -454,7 +455,7 @@ def test_jpegs_of_other_sizes_are_scaled_alike_by_both(
     file = io.BytesIO()
     picture(5, (size[0] // 8, size[1] // 8)).resize(size).save(file, "JPEG", quality=85, **kind)
     fast = decode_image(file.getvalue(), 112).astype(int)
-    monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+    monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
     assert abs(fast - decode_image(file.getvalue(), 112)).max() <= 2
 
 

@@ -234,7 +234,7 @@ class Mortal(Numbers):
             signal.SIGKILL,
             r"^rank 1, reading process \d of 2 \(pid \d+\) was killed \(signal 9; out of memory\?\)",
         ),
-        (signal.SIGBUS, r"was killed \(signal 7; a mapped file was cut short, its disk failed.* with `plsc-data verify`"),
+        (signal.SIGBUS, r"was killed \(signal 7; a mapped file was cut short, .* with `plsc-data verify`"),
         (signal.SIGTERM, r"was killed \(signal 15\)"),
     ],
 )

@@ -141,9 +141,11 @@ def run_and_stop(
 
     def stop() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        for number in numbers:
-            os.kill(os.getpid(), number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # all come at once
+        try:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        finally:  # of a library's other threads, one may take the first before
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # all come at once
 
     def encoded(self: ImageFolder, i: int) -> bytes:
         if next(count) == 8:
@@ -264,6 +266,23 @@ def test_names_that_lists_would_misread(tmp_path: Path, target: str) -> None:
     data = Given([1, 0, 1], ["1\t2\tp/x.jpg", "p\r/\t7\ty.jpg", "q/\ufeffz.jpg"])
     convert(data, tmp_path / target)
     assert content(open_images(tmp_path / target)) == content(data)
+
+
+@pytest.mark.parametrize("target", ["a.txt", "a.tar", "a.parquet", "a.lmdb", "a"])
+def test_only_unsafe_names_change_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str) -> None:
+    """In their folder where its name is safe; none takes the name of another."""
+    names = ["P/P_0001.jpg", "P/.x.jpg", "P/b c.jpg", "P/P_0002.jpg", "Q\n/1.jpg", "Q\n/2.jpg", "R/1.jpg", "R/1.jpg"]
+    wanted = ["P/P_0001.jpg", "P/P_0003.jpg", "P/b c.jpg", "P/P_0002.jpg", "1/1_0001.jpg", "1/1_0002.jpg"]
+    wanted += ["R/R_0001.jpg", "R/R_0002.jpg"]
+    data = Given([0, 0, 0, 0, 1, 1, 2, 2], names)
+    convert(data, tmp_path / target)
+    found = open_images(tmp_path / target)
+    assert sorted(content(found)) == sorted(content(data))
+    if target == "a":  # where folder 1 would come before P
+        assert found.name(1) == "0/0_0002.jpg" and "named by their class" in caplog.text
+    else:
+        assert [found.name(i).removeprefix("a/") for i in range(8)] == wanted
+        assert "5 of 8 samples get other names, such as P/P_0003.jpg for 'P/.x.jpg'" in caplog.text
 
 
 def test_old_line_ends_are_named(tmp_path: Path) -> None:

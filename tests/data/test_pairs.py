@@ -105,5 +105,5 @@ def test_real_pairs(shared: Path) -> None:
 
 
 def test_a_container_without_names_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"8 images are not in the data set.*'v\.rec, key 0' and so on.*\.rec has no names"):
+    with pytest.raises(ValueError, match=r"8 images are not in .*'v\.rec, key 0' and so on.*\.rec has no names"):
         read_pairs(write(tmp_path / "pairs.txt", LINES), [f"v.rec, key {k}" for k in range(9)])

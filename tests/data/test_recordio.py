@@ -537,3 +537,10 @@ def test_a_record_is_taken_apart_as_it_was_put_together() -> None:
     assert Record(2, record.labels, 0, 0, b"").is_header
     framed = MAGIC + struct.pack("<I", len(payload)) + payload
     assert read_record(framed, 0) == (payload, len(framed))
+
+
+def test_an_index_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.rec", [3, 1, 2])
+    index = path.with_suffix(".idx")
+    index.write_bytes(b"\xef\xbb\xbf" + index.read_bytes())
+    assert RecordIO(path).labels.tolist() == [3, 1, 2]

@@ -310,14 +310,14 @@ def test_more_servers_from_a_save(processes: Callable[..., Processes]) -> None:
     assert reshard([made.folder / "old" / "moving"], [made.folder / name for name in names]) == len(KEYS)
     made.ports.clear()
     servers = [made.serve(index, 3) for index in range(3)]
-    workers = [made.work(rank, 2000) for rank in (1, 2)]
+    workers = [made.work(rank, 500) for rank in (1, 2)]
     time.sleep(0.3)
     servers[1].kill()
     servers[1].wait()
     made.serve(1, 3)
     finished(*workers)
     with connect(made.addresses, table="clicks") as store:
-        np.testing.assert_array_equal(store.pull(KEYS), expected([0], 300) + expected([1, 2], 2000))
+        np.testing.assert_array_equal(store.pull(KEYS), expected([0], 300) + expected([1, 2], 500))
 
 
 @pytest.mark.slow

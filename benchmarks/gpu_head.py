@@ -150,15 +150,21 @@ def products(x: Tensor, head: KernelHead, *, num: int) -> Step:
 
 
 def library_head(x: Tensor, labels: Tensor, classes: int, **options: object) -> Step:
-    """plsc.ClassParallelHead with a fused optimizer."""
-    head = plsc.ClassParallelHead(
-        x.shape[1],
-        classes,
-        margin=plsc.ArcFace(SCALE, MARGIN),
-        comm=world(),
-        head_optimizer=plsc.SGD(LR, momentum=MOMENTUM),
-        **options,  # type: ignore[arg-type]
-    ).to(x.device)
+    """plsc.ClassParallelHead with a fused optimizer, made where it trains: its rows are not those of its seed."""
+    with torch.device("meta"):
+        head = plsc.ClassParallelHead(
+            x.shape[1],
+            classes,
+            margin=plsc.ArcFace(SCALE, MARGIN),
+            comm=world(),
+            head_optimizer=plsc.SGD(LR, momentum=MOMENTUM),
+            **options,  # type: ignore[arg-type]
+        )
+    head.to_empty(device=x.device)
+    for kept in head.row_state().values():
+        kept.zero_()
+    with torch.no_grad():
+        head.weight.normal_(std=0.05)
     leaf = x.float().requires_grad_()
 
     def step() -> None:

@@ -1,6 +1,7 @@
 """What ways of training together do to the result: the same task trained to its end with each, three seeds.
 
     python benchmarks/quality.py            # about 15 minutes on two quiet cores, after a minute of drawing once
+    python benchmarks/quality.py --heads    # the forms of a fused head's weight and momentum, about 8 minutes
     python benchmarks/quality.py --smoke    # one short training each of three ways; says nothing about quality
 
 The task: characters of the fonts that matplotlib ships which stand in at least 16 faces (561 classes, 9,113 pictures),
@@ -54,16 +55,27 @@ WAYS: dict[str, dict[str, Any]] = {
     "local SGD, adaptive": {"local_sgd": 8, "local_sgd_args": {"adaptive": True}},
     "local SGD 8, outer momentum": {"local_sgd": 8, "local_sgd_args": {"outer_lr": 0.7, "outer_momentum": 0.9}},
 }
+FORMS = {  # of a fused head's weight and momentum
+    "separate optimizer": {},
+    "fused, fp32": {"fused": True},
+    "split weight, bf16 momentum": {"fused": True, "weight_dtype": "split", "state_dtype": "bf16"},
+    "fp32 weight, int8 momentum": {"fused": True, "state_dtype": "int8"},
+    "bf16 weight, bf16 momentum": {"fused": True, "weight_dtype": "bf16", "state_dtype": "bf16"},
+    "bf16 weight, int8 momentum": {"fused": True, "weight_dtype": "bf16", "state_dtype": "int8"},
+}
 SMOKE = ("averaged, fp32", "DGC 1 %", "local SGD 8, bf16")
 
 
-def strategy(name: str, steps: int) -> Strategy:
+def asked(name: str, steps: int) -> Config:
+    """The task in one way, or with one form of the head."""
+    if name in FORMS:
+        return replace(TASK, head=replace(TASK.head, **FORMS[name]))
     options = dict(WAYS[name])
     if name.startswith("DGC") and "warm-up" in name:
         options["compress_args"] = SPARSE | {"warmup_steps": steps // 4}
     if name.endswith("after a quarter"):
         options["local_sgd_args"] = {"begin": steps // 4}
-    return Strategy(**options)
+    return replace(TASK, strategy=Strategy(**options))
 
 
 def train(config: Config, ranks: int) -> tuple[float, float]:
@@ -96,11 +108,14 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=[*WAYS, *FORMS])
+    parser.add_argument("--heads", action="store_true", help="the forms of the head in place of the ways")
     parser.add_argument("--smoke", action="store_true", help="one epoch, one seed, three ways")
     args = parser.parse_args()
     if args.smoke:
         args.epochs, args.seeds, args.ways = 1, 1, list(SMOKE)
+    if args.heads:
+        args.ways = list(FORMS)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     data = build_data(TASK.data, seed=0)
@@ -113,7 +128,7 @@ def main() -> None:
     first: float | None = None
     for name in args.ways:
         start = time.perf_counter()
-        ask = replace(TASK, epochs=args.epochs, strategy=strategy(name, args.epochs * steps))
+        ask = replace(asked(name, args.epochs * steps), epochs=args.epochs)
         found = [train(replace(ask, seed=seed), args.ranks) for seed in range(args.seeds)]
         accuracies = [100 * accuracy for accuracy, _ in found]
         mean = statistics.mean(accuracies)

@@ -94,7 +94,9 @@ def _until_unheard(command: Command) -> Command:
                 raise
             return EXIT_UNHEARD
         finally:
-            if _is_unheard():  # what still waits to be printed would be a traceback at the very end
+            try:
+                sys.stdout.flush()
+            except BrokenPipeError:  # what still waits to be printed would be a traceback at the very end
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return run

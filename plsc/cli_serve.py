@@ -189,6 +189,7 @@ def _approximate(bundle: Bundle, kind: str, queries: int) -> Any:
         return None
     from plsc.serve.approximate import ApproximateIndex
 
+    print(f"index {kind}: made of {len(bundle.index)} classes, which takes a while", flush=True)
     index = ApproximateIndex.build(bundle.index, kind=kind)
     share = index.measure(bundle.index, num_queries=queries)
     print(f"index {kind}: recall@10 of {share:.4f} against exact search, {queries} queries")

@@ -1,7 +1,9 @@
 """plsc-export --to, plsc-eval --report and what plsc-serve takes, as users start them, on one small run."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -188,3 +190,52 @@ def test_serving_what_is_no_bundle(
     monkeypatch.delitem(sys.modules, "plsc.serve.server", raising=False)
     assert cli.serve([str(tmp_path)]) == 2
     assert "pip install 'plsc-torch[serve]'" in capsys.readouterr().err
+
+
+def test_embeddings_never_take_the_name_of_an_export(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data may be called as they like: RUN/export/centres.safetensors stays the export's, --overwrite or not."""
+    monkeypatch.setattr("plsc.train.run.embed_images", lambda *_, **__: pytest.fail("embedded"))
+    before = {path: path.stat().st_mtime_ns for path in (run / "export").iterdir()}
+    for name in ("centres", "embeddings", "thumbnails.zip", "backbone"):
+        for flags in ([], ["--overwrite"]):
+            assert cli.embed([str(run), str(tmp_path / name), *flags]) == 2
+            assert "which is a name of plsc-export's; give another as --out" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (run / "export").iterdir()} == before
+    for flags in (["--out", str(tmp_path / "centres.safetensors")], [f"--out={tmp_path}/centres.parquet"]):
+        with pytest.raises(pytest.fail.Exception, match="embedded"):
+            cli.embed([str(run), str(tmp_path / "centres"), *flags])
+
+
+def test_a_gallery_has_a_folder_of_its_own(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(run.rglob("*"))
+    for path, words in (
+        (run / "export", "expected a gallery, or a new or empty folder"),
+        (run / "checkpoints", "expected a gallery, or a new or empty folder"),
+        (run / "export" / "centres.safetensors", "got plsc-centres, expected plsc-embeddings"),
+        (run / "bundle" / "centres.safetensors", "got plsc-centres, expected plsc-embeddings"),
+    ):
+        assert cli.serve([str(run), "--gallery", str(path), "--port", "0"]) == 2
+        assert words in capsys.readouterr().err
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["train", "data", "ps", "serve"])
+def test_nobody_reads_the_help(command: str) -> None:
+    """Ended without a word, as by `| head -1` where all was printed already: status 0, or that of SIGPIPE."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    args = ["glyphs", "--help"] if command == "train" else ["--help"]
+    for buffered in ("", "1"):
+        found = subprocess.run(
+            [sys.executable, "-m", "plsc.cli", command, *args],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": buffered},
+            check=False,
+        )
+        assert (found.stderr, found.returncode in (0, 141)) == ("", True), found
+    os.close(writing)

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from plsc.data.costs import costly
+
 logger = logging.getLogger(__name__)
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
@@ -28,8 +30,9 @@ def decode_image(data: bytes, image_size: int, channels: int = 3, *, name: Name 
     pixels the upper 8 bits are kept. JPEGs go through simplejpeg where that is installed: the same pixels as Pillow's
     to within 2 levels (the same ones, where both have the same libjpeg-turbo), in half the time, and damage that Pillow
     passes over is seen. ValueError with `name` (or what it returns, asked only then) for a broken image and for one of
-    more pixels than Image.MAX_IMAGE_PIXELS.
+    more pixels than Image.MAX_IMAGE_PIXELS, or of more work than its pixels account for (`costly`).
     """
+    _refuse_costly(data, name)
     mode = "RGB" if channels == 3 else "L"
     image = _decode_jpeg(data, image_size, name) if channels == 3 and data[:2] == _JPEG else None
     if image is None:
@@ -41,6 +44,7 @@ def decode_image(data: bytes, image_size: int, channels: int = 3, *, name: Name 
 
 def read_pixels(data: bytes, *, name: str = "image") -> tuple[NDArray[np.uint8], str]:
     """An encoded image at its own size as uint8 [H, W, 3], and what kind it is: format and mode, such as "JPEG RGB"."""
+    _refuse_costly(data, name)
     image, kind = _open_image(data, "RGB", None, name)
     return np.asarray(image), kind
 
@@ -96,6 +100,11 @@ def jpeg_warning(data: bytes) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _refuse_costly(data: bytes, name: Name) -> None:
+    if why := costly(data):
+        raise ValueError(f"{_text(name)}: got {why}; save it anew as an ordinary JPEG or PNG")
 
 
 def _refuse_damage(warning: str, name: Name) -> None:

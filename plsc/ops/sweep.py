@@ -185,18 +185,16 @@ class Sweep:
             self.own_cos = problem.comm.all_reduce(everyone).wait()
         if problem.observe is not None:
             problem.observe(self.own_cos)
-        moved = self._target(cos)
+        moved, slope, norm_slope = self._target(cos)
         self.own[self.mine] = torch.where(self.held, scoring.scale * moved, 0.0)
-        self.cos_slope = torch.where(self.held, self.cos_slope, 0.0)
-        if self.norm_slope is not None:
-            self.norm_slope = torch.where(self.held, self.norm_slope, 0.0)
+        self.cos_slope = torch.where(self.held, slope, 0.0)  # for the backward
+        self.norm_slope = None if norm_slope is None else torch.where(self.held, norm_slope, 0.0)
 
-    def _target(self, cos: Tensor) -> Tensor:
-        """The margin's cosines [M]; keeps their slopes against cosine and norm for the backward."""
+    def _target(self, cos: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The margin's cosines [M], and their slopes against cosine and norm."""
         problem, target = self.problem, self.problem.scoring.target
-        self.cos_slope, self.norm_slope = torch.ones_like(cos), None
         if target is None or len(cos) == 0:
-            return cos
+            return cos, torch.ones_like(cos), None
         with torch.enable_grad():
             cos = cos.detach().requires_grad_()
             inputs = [cos]
@@ -206,9 +204,8 @@ class Sweep:
             if moved.shape != cos.shape:
                 raise ValueError(f"margin target gave shape {tuple(moved.shape)}, expected {tuple(cos.shape)}")
             slopes = torch.autograd.grad(moved.sum(), inputs, allow_unused=True) if moved.requires_grad else [None] * 2
-        self.cos_slope = torch.zeros_like(cos) if slopes[0] is None else slopes[0]
-        self.norm_slope = slopes[1] if len(inputs) > 1 else None
-        return moved.detach()
+        slope = torch.zeros_like(cos) if slopes[0] is None else slopes[0]
+        return moved.detach(), slope, slopes[1] if len(inputs) > 1 else None
 
     def _plan_cache(self, keep_cache: bool) -> None:
         """The first blocks keep their exponentials until the backward, as far as the byte budget goes."""

@@ -47,9 +47,14 @@ IDS = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
 
 
 def create_app(
-    start: Callable[[], Service], *, token: str | None = None, any_host: bool = False, docs: bool = True
+    start: Callable[[], Service],
+    *,
+    token: str | None = None,
+    any_host: bool = False,
+    docs: bool = True,
+    crowded: Callable[[], bool] = lambda: False,
 ) -> FastAPI:
-    """The application. start: makes the service, once the event loop runs. token, any_host: see Gate."""
+    """The application. start: makes the service, once the event loop runs. token, any_host, crowded: see Gate."""
     running: list[Service] = []
 
     @asynccontextmanager
@@ -69,7 +74,8 @@ def create_app(
         dependencies=[Depends(_check_query)],
     )
     service = lambda: running[0]  # noqa: E731 (one word for what exists only once the loop runs)
-    app.add_middleware(Gate, service=service, token=token, any_host=any_host)
+    app.state.service = service
+    app.add_middleware(Gate, service=service, token=token, any_host=any_host, crowded=crowded)
     _handle_errors(app)
     _add_pages(app, service)
     _add_images(app, service)

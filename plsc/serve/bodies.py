@@ -17,8 +17,6 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 
-from plsc.data.costs import costly
-
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _KINDS: dict[type, str] = {type(None): "null", list: "a list", str: "a string", bool: "a boolean"}
 NUMBER_BYTES = 40  # of JSON that a number may take
@@ -91,10 +89,7 @@ async def read_inputs(request: Request, limits: Limits, *, dim: int) -> Inputs:
 
 
 def check_size(data: bytes, limits: Limits, *, name: str) -> None:
-    """Raises ValueError where the image is none, has too many pixels, or takes more work than these account for.
-
-    All from its bytes, before decoding.
-    """
+    """Raises ValueError where the image is none, or has more pixels than allowed; from its header, before decoding."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -105,8 +100,6 @@ def check_size(data: bytes, limits: Limits, *, name: str) -> None:
         raise ValueError(f"{name}: broken or unknown image ({why}); expected one of {', '.join(FORMATS)}") from error
     if width * height > limits.max_pixels:
         raise ValueError(f"{name}: got {width} x {height} pixels, expected at most {limits.max_pixels}")
-    if why := costly(data):
-        raise ValueError(f"{name}: got {why}; save it anew as an ordinary JPEG or PNG")
 
 
 def parse_embeddings(body: bytes, dim: int) -> NDArray[np.float32]:

@@ -282,7 +282,10 @@ def _read_thumbnails(path: Path, num_classes: int) -> tuple[NDArray[np.uint8], N
 
 def pack_probe(model: EmbeddingModel) -> str:
     """The embedding of a picture of noise, in half precision and base64: what is expected of the same network."""
-    return base64.b64encode(_probe(model).astype("<f2").tobytes()).decode()
+    found = _probe(model)
+    if not (np.isfinite(found).all() and found.any()):
+        raise ValueError("model: gives no direction to a picture of noise, expected one; has its training diverged?")
+    return base64.b64encode(found.astype("<f2").tobytes()).decode()
 
 
 def _check_probe(model: EmbeddingModel, probe: str, path: Path) -> None:

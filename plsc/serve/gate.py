@@ -43,12 +43,22 @@ class Gate:
     a Host that is not loopback is refused (a page that had its name resolved to 127.0.0.1), and so is any request that
     changes something or costs work from another origin's page.
 
+    crowded: whether there are more connections than may be: then whoever asks is told so, and let go.
+
     HEAD is answered as GET, without the body; OPTIONS with the methods that a path takes. What is counted bears its
     route, refused or not; all paths and methods that nobody knows are one, "other".
     """
 
-    def __init__(self, app: ASGIApp, *, service: Callable[[], Service], token: str | None, any_host: bool) -> None:
-        self._app, self._service, self._any_host = app, service, any_host
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        service: Callable[[], Service],
+        token: str | None,
+        any_host: bool,
+        crowded: Callable[[], bool],
+    ) -> None:
+        self._app, self._service, self._any_host, self._crowded = app, service, any_host, crowded
         self._token = None if token is None else token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,6 +114,8 @@ class Gate:
         self, scope: Scope, headers: Headers, service: Service, methods: list[str]
     ) -> tuple[int, str, Mapping[str, str]] | None:
         """Status, words and headers for a request that may not go on. methods: those that its path takes, if any."""
+        if self._crowded():
+            return 503, "too many connections; try again", {"Retry-After": "1", "Connection": "close"}
         host = _host_name(headers.get("host", ""))
         if not self._any_host and not is_loopback(host):
             return 421, f"host: got {host[:80]!r}, expected one of {', '.join(LOOPBACK)}", {}

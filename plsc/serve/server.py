@@ -167,7 +167,12 @@ def serve(start: Callable[[], Service], address: Address, *, ready: Callable[[st
     """
     address.check()
     any_host = address.token is not None
-    app = create_app(start, token=address.token, any_host=any_host)
+    app = create_app(
+        start,
+        token=address.token,
+        any_host=any_host,
+        crowded=lambda: len(server.server_state.connections) > address.max_connections,
+    )
     config = uvicorn.Config(
         app,
         http=PatientProtocol,
@@ -175,7 +180,6 @@ def serve(start: Callable[[], Service], address: Address, *, ready: Callable[[st
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=address.max_connections,
         backlog=BACKLOG,
         timeout_keep_alive=15,
         timeout_graceful_shutdown=END_SECONDS,
@@ -262,6 +266,11 @@ class PatientProtocol(H11Protocol):
         super().data_received(data)
         if not self._idle():
             self._stop()
+
+    def send_400_response(self, msg: str) -> None:
+        """To what is no HTTP, and so never comes to a route: it is counted here."""
+        self.config.app.state.service().requests.add(path="other", method="other", status="400")  # type: ignore[union-attr]
+        super().send_400_response(msg)
 
     def pause_writing(self) -> None:
         super().pause_writing()

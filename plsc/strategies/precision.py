@@ -124,9 +124,9 @@ def grad_norm(params: Iterable[nn.Parameter], comm: Communicator) -> Tensor:
     dtype = torch.float32  # by the parameters, not the gradients: a rank may have none of a cut parameter
     for param in [*whole, *cut]:
         dtype = torch.promote_types(dtype, param.dtype)
-    square = _norm(whole).to(device, dtype) ** 2
+    square = _norm(whole, device).to(device, dtype) ** 2
     if cut:
-        square = square + comm.all_reduce(_norm(cut).to(device, dtype) ** 2).wait()
+        square = square + comm.all_reduce(_norm(cut, device).to(device, dtype) ** 2).wait()
     return square.sqrt()
 
 
@@ -217,9 +217,11 @@ def _grads(params: Iterable[nn.Parameter]) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
 
 
-def _norm(params: Iterable[nn.Parameter]) -> Tensor:
-    """The L2 norm of this rank's gradients, 0-d; half-precision ones are squared in float32."""
+def _norm(params: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+    """The L2 norm of this rank's gradients, 0-d, and 0 on the device of none; half types are squared in float32."""
     grads = [grad for grad in _grads(params) if grad.numel()]
+    if not grads:
+        return torch.zeros((), device=device)
     return get_total_norm([g.float() if g.dtype in (torch.float16, torch.bfloat16) else g for g in grads])
 
 

@@ -500,3 +500,27 @@ def test_folder_through_the_loader(shared: Path) -> None:
     dataset = ImageFolder(shared / "data/faces/lfw112_val.zip")
     images, labels = next(Loader(dataset, 8, transform=Augment(), workers=1).epochs(1))
     assert images.shape == (8, 3, 112, 112) and -1 <= images.min() < images.max() <= 1 and labels.max() < 500
+
+
+def test_a_batch_for_a_gpu_travels_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images and labels: else the host waits for the copy. Tensors stay here; what is asked of them is noted."""
+    pinned: list[Tensor] = []
+    sent: list[tuple[torch.dtype, bool]] = []
+
+    def pin_memory(x: Tensor) -> Tensor:
+        pinned.append(x.clone())
+        return pinned[-1]
+
+    def to(x: Tensor, place: object, **options: bool) -> Tensor:
+        if isinstance(place, torch.dtype):
+            return x.type(place)
+        assert place == torch.device("cuda", 0) and any(x is each for each in pinned)
+        sent.append((x.dtype, options["non_blocking"]))
+        return x
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(Tensor, "to", to)
+    loader = Loader(Numbers(), B, device=torch.device("cuda", 0), shuffle=False)
+    images, labels = next(iter(loader.epochs(1)))
+    assert sent == [(torch.uint8, True), (torch.int64, True)]
+    assert images.dtype == torch.float32 and labels.tolist() == [i % 7 for i in range(B)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import plsc
 from plsc.nn.margins import (
     MARGINS,
     AdaFace,
@@ -209,6 +210,44 @@ def test_adaface_statistics() -> None:
     assert set(margin.state_dict()) == {"batch_mean", "batch_std"}
     with pytest.raises(ValueError, match="got no norms"):
         margin.update(torch.zeros(4), None)
+
+
+@pytest.mark.parametrize("num_valid", [0, 1, 2, 5])
+@pytest.mark.parametrize("make", [AdaFace, CurricularFace])
+def test_statistics_of_the_samples_that_count(make: type, num_valid: int) -> None:
+    """A mask tells as much as picking the samples does; what is ignored may be anything."""
+    g = torch.Generator().manual_seed(num_valid)
+    own, norms = torch.rand(7, generator=g), torch.rand(7, generator=g) * 50
+    valid = torch.randperm(7, generator=g) < num_valid
+    picked, masked = make().double(), make().double()
+    assert masked.takes_valid
+    picked.update(own[valid], norms[valid])
+    ignored = [torch.where(valid, values, math.nan) for values in (own, norms)]
+    masked.update(*ignored, valid)
+    for name, value in picked.state_dict().items():
+        torch.testing.assert_close(masked.state_dict()[name], value, rtol=1e-12, atol=0)
+    moved = any(value != make().state_dict()[name] for name, value in masked.state_dict().items())
+    assert moved == (num_valid > 0)
+
+
+def test_an_update_gets_what_it_asks_for() -> None:
+    """Without `valid` the samples that count, with it all of them."""
+    seen: list[tuple[int, ...]] = []
+
+    class Plain(ArcFace):
+        def update(self, own: Tensor, norms: Tensor | None) -> None:
+            seen.append((len(own), len(norms)))
+
+    class Masks(ArcFace):
+        def update(self, own: Tensor, norms: Tensor | None, valid: Tensor | None = None) -> None:
+            seen.append((len(own), len(norms), int(valid.sum())))
+
+    x, labels = torch.randn(5, 4, requires_grad=True), torch.tensor([0, -1, 2, 1, -1])
+    for margin in (Plain(), Masks(), ArcFace()):
+        head = plsc.ClassParallelHead(4, 3, margin=margin)
+        head(x, labels)
+        head(x, torch.full_like(labels, -1))
+    assert seen == [(3, 3), (5, 5, 3), (5, 5, 0)]
 
 
 def test_curricularface() -> None:

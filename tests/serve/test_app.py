@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -217,6 +218,18 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
 
 
+def scans(count: int) -> bytes:
+    """A small progressive JPEG whose last scan is there so many times: a few bytes each, and each a pass over all."""
+    data = encode_progressive(draw(1))
+    return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * count + data[-2:]
+
+
+def encode_progressive(pixels: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG", progressive=True)
+    return out.getvalue()
+
+
 def files(*contents: bytes, field: str = "image") -> dict[str, Any]:
     return {"files": [(field, ("x", content)) for content in contents]}
 
@@ -241,6 +254,7 @@ BAD: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "svg": ("/v1/embed", files(b"<svg xmlns='http://www.w3.org/2000/svg'/>"), 422, "it is none of the known"),
     "bomb": ("/v1/embed", files(bomb(30_000, 30_000)), 422, "expected at most 1000000"),
     "small bomb": ("/v1/embed", files(bomb(2000, 2000)), 422, "got 2000 x 2000 pixels"),
+    "bomb of scans": ("/v1/embed", files(GOOD, scans(200)), 422, "image 1: got a JPEG of 210 scans"),
     "zero bytes": ("/v1/embed", files(b""), 422, "got no bytes"),
     "zero bytes, raw": ("/v1/embed", raw(b"", "image/png"), 422, "got no bytes"),
     "too large": ("/v1/embed", files(b"x" * 400_000), 413, "expected at most 300000"),
@@ -276,7 +290,12 @@ BAD: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "null": ("/v1/search", raw(b"null", JSON), 422, "got null, expected {"),
     "a number": ("/v1/search", raw(b"1.5", JSON), 422, "got a number, expected {"),
     "nested": ("/v1/search", raw(b"[" * 60_000, JSON), 422, "deeply nested"),
-    "much json": ("/v1/search", raw(b" " * 200_000, JSON), 413, "at most"),
+    "much json": (
+        "/v1/search",
+        raw(b" " * 200_000, JSON),
+        413,
+        f"expected at most {4 * DIM * 40 + 65_536} of JSON, enough for 4 embeddings of {DIM} numbers",
+    ),
     "k 0": ("/v1/search?k=0", files(GOOD), 422, "k: got '0', expected it to be greater than or equal to 1"),
     "k large": ("/v1/search?k=101", files(GOOD), 422, "k: "),
     "among": ("/v1/search?among=people", files(GOOD), 422, "among: "),
@@ -289,6 +308,19 @@ BAD: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "long name": (f"/v1/gallery?name={'x' * 257}", files(GOOD), 422, "name: "),
     "path as id": ("/v1/gallery?name=x&id=../../x", files(GOOD), 422, "id: "),
     "hidden id": ("/v1/gallery?name=x&id=.x", files(GOOD), 422, "id: "),
+    "name that is no UTF-8": ("/v1/gallery?name=%ff", files(GOOD), 422, "no UTF-8"),
+    "name of half a pair": ("/v1/gallery?name=%ED%A0%80", files(GOOD), 422, "no UTF-8"),
+    "two names": ("/v1/gallery?name=a&name=b", files(GOOD), 422, "name: got 2 of them, expected one"),
+    "two k": ("/v1/search?k=1&k=2", files(GOOD), 422, "k: got 2 of them"),
+    "another parameter": ("/v1/search?kk=1", files(GOOD), 422, "got 'kk', expected only among, k"),
+    "a parameter too many": ("/v1/embed?k=1", files(GOOD), 422, "got 'k', expected no parameter"),
+    "an empty parameter": ("/v1/search?K=", files(GOOD), 422, "got 'K', expected only"),
+    "two content types": (
+        "/v1/search",
+        {"content": GOOD, "headers": [("content-type", "image/png"), ("content-type", JSON)]},
+        422,
+        "content type: got 2 of them",
+    ),
     "one id for two": ("/v1/gallery?name=x&id=a", files(GOOD, GOOD), 422, "id: got one for 2 images"),
 }
 
@@ -334,7 +366,7 @@ def test_other_sites_are_kept_out(client: TestClient) -> None:
         assert client.get("/v1/model", headers={"host": host}).status_code == 421
     for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "127.0.0.2:8000"):
         assert client.get("/v1/model", headers={"host": host}).status_code == 200
-    for origin in ("http://evil.example", "null", "http://127.0.0.1:9999"):
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:9999", "http://[", "http://[::1", "//[x]", ""):
         answer = client.post("/v1/gallery?name=x", files=[picture(1)], headers={"origin": origin})
         assert answer.status_code == 403
     assert client.post("/v1/embed", files=[picture(1)], headers={"origin": "http://127.0.0.1"}).status_code == 200
@@ -390,6 +422,31 @@ def test_time_is_up(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     with TestClient(create_app(start), base_url="http://localhost") as client:
         answer = client.post("/v1/embed", files=[picture(1)])
     assert answer.status_code == 504 and "no answer within 0.05 s" in answer.json()["detail"]
+
+
+def test_time_is_up_before_anything_is_added(bundle: Bundle, tmp_path: Path) -> None:
+    """An image that is never embedded is 504, and not there afterwards; what is being written is waited for."""
+    gallery = open_gallery(tmp_path / "g", dim=DIM, digest=bundle.manifest.model_digest)
+    settings, write = Settings(limits=replace(LIMITS, seconds=0.2), delay=30), gallery.add
+    gallery.add = lambda new: (time.sleep(0.5), write(new))[1]  # type: ignore[method-assign]
+    app = create_app(lambda: Service(bundle, gallery=gallery, settings=settings))
+    with TestClient(app, base_url="http://localhost") as client:
+        answer = client.post("/v1/gallery?name=x", files=[picture(1)])
+        assert answer.status_code == 504 and "no answer within 0.2 s" in answer.json()["detail"]
+        assert client.get("/v1/gallery").json()["total"] == 0
+        assert client.post("/v1/gallery?name=x", json={"embeddings": [unit(1)]}).status_code == 201
+        assert client.get("/v1/gallery").json()["total"] == 1
+
+
+def test_an_animation_is_its_first_frame(client: TestClient, bundle: Bundle) -> None:
+    for kind in ("PNG", "WEBP"):
+        out = io.BytesIO()
+        first, *others = [Image.fromarray(draw(seed)) for seed in (3, 4, 5)]
+        first.save(out, kind, save_all=True, append_images=others, lossless=True)
+        found = client.post("/v1/embed", files=[("image", out.getvalue())]).json()["embeddings"]
+        np.testing.assert_allclose(found, offline(bundle, 3), atol=1e-6)
+    for kind in ("GIF", "TIFF"):
+        assert "none of the known" in client.post("/v1/embed", files=[picture(3, kind)]).json()["detail"]
 
 
 def test_a_gallery_that_is_a_file_is_read_only(bundle: Bundle, tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Bundles: what is written opens and gives torch's embeddings; what was exchanged or damaged does not open."""
 
+import base64
+import hashlib
 import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -11,9 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+from plsc.data.embeddings import map_safetensors, open_embeddings, write_safetensors
 from plsc.serve import bundle as bundle_module
 from plsc.serve.bundle import Bundle, Threshold, write_bundle
+from plsc.serve.checks import check_shapes
 from plsc.serve.index import recall
+from plsc.serve.model import EmbeddingModel
 from plsc.train.export import export_centres, model_digest, read_embeddings
 
 from .conftest import CLASSES, DIGEST, DIM, NAMES, SIZE, draw
@@ -104,17 +110,32 @@ def test_centres_of_another_model_are_refused(exported: Path, tmp_path: Path) ->
     assert not (tmp_path / "b").exists() and [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
 
 
+def reseal(folder: Path) -> None:
+    """Digests as if the bundle had been written so: of its files, where they were changed, and of its manifest."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    for name, about in content["files"].items() if isinstance(content["files"], dict) else ():
+        file = folder / name
+        if isinstance(about, dict) and name in bundle_module.FILES and len(about["sha256"]) == 64:
+            data = file.read_bytes()
+            about["sha256"] = hashlib.sha256(data).hexdigest()
+            about["bytes"] = len(data) if isinstance(about["bytes"], int) else about["bytes"]
+    content.pop("manifest_sha256", None)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({**content, "manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
 def test_manifests_that_lie(make_bundle: Callable[..., Path], tmp_path: Path, backbone: nn.Module) -> None:
     folder = make_bundle(tmp_path / "b")
     path = folder / "manifest.json"
     good = json.loads(path.read_text())
     assert good["model_digest"] == model_digest(backbone)
-    del good["manifest_sha256"]  # as of older bundles
-    path.write_text(json.dumps(good))
-    assert Bundle.open(folder).manifest.num_classes == CLASSES
     rate = good["thresholds"][0]
     for change, words in (
-        ({"format_version": 2}, "expected \\('plsc-bundle', 1\\)"),
+        ({"format_version": 3}, "version 3, expected 'plsc-bundle', 2"),
+        ({"format_version": 2.0}, "version 2.0, expected"),
+        ({"format_version": True}, "version True, expected"),
+        ({"format": "zip"}, "format 'zip', version 2"),
         ({"model_digest": DIGEST}, "the model are of digest"),
         ({"embedding_size": 7}, "the manifest says 7"),
         ({"files": {**good["files"], "../../etc/passwd": {"sha256": "", "bytes": 1}}}, "files \\["),
@@ -143,6 +164,14 @@ def test_manifests_that_lie(make_bundle: Callable[..., Path], tmp_path: Path, ba
         ({"thresholds": [{**rate, "threshold": 7}]}, "expected a cosine"),
         ({"thresholds": [{**rate, "far": 0}]}, "far 0 among"),
         ({"thresholds": [{**rate, "tar": 2}]}, "tar 2"),
+        ({"thresholds": [{**rate, "measured_far": 0.5}]}, "measured_far 0.5 and tar 0.99 at far 0.01, expected"),
+        ({"thresholds": [rate, rate]}, "expected falling rates"),
+        ({"thresholds": good["thresholds"][::-1]}, "expected falling rates"),
+        ({"thresholds": [rate, {**good["thresholds"][1], "threshold": 0.4}]}, "each at a threshold no lower"),
+        ({"thresholds": [rate, {**good["thresholds"][1], "tar": 1}]}, "a tar no higher"),
+        ({"probe": "?"}, "a probe that cannot be read"),
+        ({"probe": ""}, "no probe"),
+        ({"probe": base64.b64encode(np.ones(DIM, "<f2").tobytes() * 2).decode()}, "weights were exchanged"),
         ({"thresholds": [3]}, "argument after"),
         ({"thresholds": None}, "NoneType"),
         ({"files": {name: {"sha256": "x", "bytes": 1} for name in good["files"]}}, "sha256 'x'"),
@@ -150,11 +179,13 @@ def test_manifests_that_lie(make_bundle: Callable[..., Path], tmp_path: Path, ba
         ({"files": {name: 1 for name in good["files"]}}, "export the bundle again"),
     ):
         path.write_text(json.dumps({**good, **change}))
+        reseal(folder)
         with pytest.raises(ValueError, match=words):
             Bundle.open(folder)
-    path.write_text("{")
-    with pytest.raises(ValueError, match="export the bundle again"):
-        Bundle.open(folder)
+    for text, words in (("{", "Expecting"), ("[]", "a list, expected an object"), ("3", "a int, expected an object")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"got .*{words}.*export the bundle again"):
+            Bundle.open(folder)
     with pytest.raises(ValueError, match="is not a bundle"):
         Bundle.open(tmp_path)
 
@@ -188,6 +219,176 @@ def test_an_edited_manifest_is_noticed(make_bundle: Callable[..., Path], tmp_pat
         path.write_text(json.dumps({**good, **change}))
         with pytest.raises(ValueError, match="it was edited; export the bundle again"):
             Bundle.open(tmp_path / "b")
+
+
+def test_the_digest_of_a_manifest_cannot_be_taken_off(
+    make_bundle: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bundle of today without it does not open, nor one with null; one of the version before does, with a warning."""
+    path = make_bundle(tmp_path / "b") / "manifest.json"
+    good = json.loads(path.read_text())
+    bare = {name: value for name, value in good.items() if name != "manifest_sha256"}
+    for content, words in (
+        (bare, "got no 'manifest_sha256'"),
+        ({**good, "manifest_sha256": None}, "manifest_sha256 None"),
+        ({**bare, "format_version": 1, "manifest_sha256": None}, "manifest_sha256 None"),
+        ({**good, "format_version": 1}, "it was edited"),
+    ):
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=words):
+            Bundle.open(tmp_path / "b")
+    assert not caplog.text
+    old = {name: value for name, value in bare.items() if name != "probe"}
+    path.write_text(json.dumps({**old, "format_version": 1}))
+    assert Bundle.open(tmp_path / "b").manifest.num_classes == CLASSES
+    assert "of an older version, without a digest of itself" in caplog.text
+
+
+def edit_tensors(path: Path, change: Callable[[dict[str, np.ndarray], dict[str, str]], Any]) -> None:
+    """A file of tensors with something in it changed."""
+    found, metadata = map_safetensors(path)
+    tensors = {name: np.array(value) for name, value in found.items()}
+    change(tensors, metadata)
+    path.unlink()
+    write_safetensors(path, [(n, str(t.dtype), t.shape, [t]) for n, t in tensors.items()], metadata)
+
+
+def put(name: str, at: Any, value: Any) -> Callable[[dict[str, np.ndarray], dict[str, str]], Any]:
+    return lambda tensors, _: tensors[name].__setitem__(at, value)
+
+
+CENTRES_THAT_LIE: list[tuple[Callable[[dict[str, np.ndarray], dict[str, str]], Any], str]] = [
+    (put("embeddings", ..., np.nan), "row 0 has length nan, expected 1"),
+    (put("embeddings", (5, 3), np.nan), "row 5 has length nan"),
+    (put("embeddings", 29, 0), "row 29 has length 0, expected 1"),
+    (lambda t, _: t.update(embeddings=t["embeddings"] * 3), "row 0 has length 3"),
+    (lambda t, _: t.update(embeddings=t["embeddings"] * np.float32(1.01)), r"row 0 has length 1\.01"),
+    (lambda _, m: m.update(normalized="false"), "rows that are not of unit length"),
+    (lambda _, m: m.update(format="plsc-embeddings"), "got plsc-embeddings, expected plsc-centres"),
+    (put("labels", 0, 7), "got label 7 in row 0, expected 0"),
+    (put("ids", 20, 21), "got class number 21 in row 20, expected 20"),
+    (lambda t, _: t.update(labels=t["labels"][:-1]), r"got labels int64 \[29\], expected int64 \[30\]"),
+    (lambda t, _: t.update(names=t["names"][:-1]), "the offsets of its names go from 0 to"),
+    (put("name_offsets", 5, 10**9), "or back, expected 0 to"),
+    (put("name_offsets", 5, -3), "or back, expected 0 to"),
+    (put("name_offsets", -1, 10**9), "the offsets of its names go from 0 to 1000000000"),
+    (lambda t, _: t.update(name_offsets=t["name_offsets"][:-2]), r"int64 \[31\]"),
+    (put("names", 0, 0xFF), "a name that is no UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CENTRES_THAT_LIE, ids=[words for _, words in CENTRES_THAT_LIE])
+def test_centres_that_lie(make_bundle: Callable[..., Path], tmp_path: Path, change: Any, words: str) -> None:
+    """Whoever wrote them, and with all digests right."""
+    folder = make_bundle(tmp_path / "b")
+    edit_tensors(folder / "centres.safetensors", change)
+    reseal(folder)
+    with pytest.raises(ValueError, match=words):
+        Bundle.open(folder, threads=1)
+
+
+def test_a_name_that_begins_inside_a_letter(exported: Path, tmp_path: Path) -> None:
+    """Names that are UTF-8 together and not one by one."""
+    path = tmp_path / "c.safetensors"
+    export_centres(path, np.eye(3), digest=DIGEST, class_names=["\u00e9", "b", "c"])
+    check_shapes(open_embeddings(path), path)
+    edit_tensors(path, put("name_offsets", 1, 1))
+    with pytest.raises(ValueError, match="begins inside of a letter"):
+        check_shapes(open_embeddings(path), path)
+
+
+@pytest.mark.parametrize("storage", ["fp16", "int8"])
+def test_smaller_centres_that_lie(make_bundle: Callable[..., Path], tmp_path: Path, storage: str) -> None:
+    folder = make_bundle(tmp_path / "b", storage=storage)
+    name = "scales" if storage == "int8" else "embeddings"
+    edit_tensors(
+        folder / "centres.safetensors",
+        lambda t, _: t[name][7].__imul__(2) if storage == "fp16" else put(name, 7, 2)(t, _),
+    )
+    reseal(folder)
+    with pytest.raises(ValueError, match="row 7 has length"):
+        Bundle.open(folder, threads=1)
+    Bundle.open(folder, threads=1, verify=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (put("offsets", 1, -50), "the offsets of its thumbnails go from 0 to .*or back"),
+        (put("offsets", -1, 10**9), "the offsets of its thumbnails go from 0 to 1000000000"),
+        (lambda t, _: t.pop("images"), "expected images and offsets"),
+        (lambda _, m: m.update(format="zip"), "got no thumbnails of plsc"),
+        (lambda t, _: t.update(offsets=t["offsets"].astype(np.float32)), "with offsets float32"),
+        (lambda t, _: t.update(offsets=t["offsets"][:-1]), "thumbnails of 29 classes, expected 30"),
+    ],
+)
+def test_thumbnails_that_lie(make_bundle: Callable[..., Path], tmp_path: Path, change: Any, words: str) -> None:
+    folder = make_bundle(tmp_path / "b")
+    edit_tensors(folder / "thumbnails.safetensors", change)
+    reseal(folder)
+    with pytest.raises(ValueError, match=words):
+        Bundle.open(folder, threads=1)
+
+
+def _note(key: str, value: str) -> Callable[[Any], Any]:
+    return lambda model: setattr(next(one for one in model.metadata_props if one.key == key), "value", value)
+
+
+def _weights(model: Any) -> None:
+    onnx = importlib.import_module("onnx")
+    for one in model.graph.initializer:
+        values = onnx.numpy_helper.to_array(one)
+        if values.ndim > 1 and values.dtype == np.float32:
+            one.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(values[::-1]), one.name))
+
+
+def _dim(at: int, value: int | str) -> Callable[[Any], Any]:
+    name = "dim_value" if isinstance(value, int) else "dim_param"
+    return lambda model: setattr(model.graph.input[0].type.tensor_type.shape.dim[at], name, value)
+
+
+def _second_input(model: Any) -> None:
+    model.graph.input.add().CopyFrom(model.graph.input[0])
+    model.graph.input[1].name = "two"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_note("color_order", "BGR"), "in order BGR"),
+        (_note("input_std", "nan"), "have std nan"),
+        (_weights, "weights were exchanged"),
+        (_dim(0, 1), "expected one input, a free batch"),
+        (_dim(1, "c"), "expected one input, a free batch"),
+        (_second_input, "expected one input, a free batch"),
+        (lambda model: model.metadata_props.__delitem__(slice(None)), "no metadata of plsc"),
+    ],
+    ids=["BGR", "nan", "weights", "batch of 1", "free channels", "two inputs", "no metadata"],
+)
+def test_networks_that_lie(make_bundle: Callable[..., Path], tmp_path: Path, change: Any, words: str) -> None:
+    onnx = pytest.importorskip("onnx")
+    folder = make_bundle(tmp_path / "b")
+    path = folder / "model.onnx"
+    model = onnx.load(path)
+    change(model)
+    path.unlink()
+    onnx.save(model, path)
+    reseal(folder)
+    with pytest.raises(ValueError, match=words):
+        Bundle.open(folder, threads=1)
+
+
+def test_nothing_is_written_that_would_not_open(
+    make_bundle: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    low = [Threshold(0.5, 1e-2, 0.009, 0.99), Threshold(0.4, 1e-3, 0.001, 0.9)]
+    with pytest.raises(ValueError, match="each at a threshold no lower"):
+        make_bundle(tmp_path / "b", thresholds=low)
+    for value in (0, np.nan):
+        monkeypatch.setattr(EmbeddingModel, "_run", lambda _, x, v=value: np.full((len(x), DIM), v, np.float32))
+        with pytest.raises(ValueError, match="no direction to a picture of noise"):
+            make_bundle(tmp_path / "b")
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_are_not_a_bundles_are_never_deleted(

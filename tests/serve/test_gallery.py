@@ -24,7 +24,7 @@ from plsc.serve.gallery import (
     open_gallery,
 )
 from plsc.serve.journal import Journal, Locked
-from plsc.train.export import export_embeddings
+from plsc.train.export import export_centres, export_embeddings
 
 DIM, DIGEST = 8, "0" * 64
 
@@ -114,8 +114,10 @@ def test_damage_before_whole_records_is_no_crash(tmp_path: Path) -> None:
         opened(tmp_path / "g")
 
 
-def test_a_last_record_that_is_all_there_is_no_crash(tmp_path: Path) -> None:
-    """Any byte of an acknowledged removal that is flipped is told, and the file stays as it is."""
+def test_a_last_record_that_is_all_there_and_wrong_is_left_out_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any byte of a removal that is flipped: all before it is read, it is told, and its bytes are in a file beside."""
     gallery = opened(tmp_path / "g")
     gallery.add([NewEntry("a", unit(0), id="one"), NewEntry("b", unit(1), id="two")])
     path = tmp_path / "g" / "journal"
@@ -127,13 +129,45 @@ def test_a_last_record_that_is_all_there_is_no_crash(tmp_path: Path) -> None:
         damaged = bytearray(data)
         damaged[at] ^= 1
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"at byte {before}, is all there and is damaged"):
-            opened(tmp_path / "g")
-        assert path.read_bytes() == damaged
+        caplog.clear()
+        again = opened(tmp_path / "g")
+        assert list(content(again)) == ["one", "two"] and path.read_bytes() == data[:before]
+        again.close()
+        (kept,) = path.parent.glob("journal.cut-*")
+        assert kept.read_bytes() == damaged[before:] and kept.stat().st_mode & 0o777 == 0o600
+        assert f"at byte {before}, is all there" in caplog.text and kept.name in caplog.text
+        kept.unlink()
     path.write_bytes(data)
     again = opened(tmp_path / "g")
     assert list(content(again)) == ["two"]
     again.close()
+
+
+def test_pages_that_reach_the_disk_in_any_order(tmp_path: Path) -> None:
+    """A loss of power before fsync returned: any of the last record's pages may be zeros, and it is never there."""
+    gallery = opened(tmp_path / "g")
+    gallery.add([NewEntry("a", unit(0), id="one")])
+    path = tmp_path / "g" / "journal"
+    before = path.stat().st_size
+    gallery.add([NewEntry("b", unit(1), id="two", thumbnail=np.random.default_rng(0).bytes(20_000))])
+    gallery.close()
+    data = path.read_bytes()
+    pages = range(before - before % 4096, len(data), 4096)
+    assert len(pages) == 5
+    for lost in range(1, 2 ** len(pages)):
+        torn = bytearray(data)
+        for number, start in enumerate(pages):
+            if lost >> number & 1:
+                first, last = max(start, before), min(start + 4096, len(data))
+                torn[first:last] = bytes(last - first)
+        path.write_bytes(torn)
+        again = opened(tmp_path / "g")
+        assert list(content(again)) == ["one"]
+        again.add([NewEntry("c", unit(2), id="three")])
+        again.close()
+        again = opened(tmp_path / "g")
+        assert list(content(again)) == ["one", "three"]
+        again.close()
 
 
 @pytest.mark.parametrize("name", ["journal", "journal.lock"])
@@ -246,6 +280,8 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     opened(tmp_path / "g").close()
     with pytest.raises(ValueError, match="holds embeddings of the model 000000000000"):
         open_gallery(tmp_path / "g", dim=DIM, digest="1" * 64)
+    with pytest.raises(ValueError, match="holds embeddings of size 8, expected 9"):
+        open_gallery(tmp_path / "g", dim=9, digest=DIGEST)
     opened(tmp_path / "g").close()  # the lock of the refused one is gone
 
 
@@ -361,3 +397,31 @@ def test_journal_keeps_what_a_failed_rewrite_leaves(tmp_path: Path, monkeypatch:
     last = Journal(tmp_path)
     assert last.read() == [b"1", b"three"]
     last.close()
+
+
+def test_folders_of_other_files_are_no_gallery(tmp_path: Path) -> None:
+    for name in ("centres.safetensors", "model.onnx", "notes.txt"):
+        (tmp_path / "export").mkdir(exist_ok=True)
+        (tmp_path / "export" / name).touch()
+        with pytest.raises(ValueError, match=f"got a folder of .*{name}.* such as .*export/gallery"):
+            opened(tmp_path / "export")
+        assert not (tmp_path / "export" / "journal.lock").exists()
+        (tmp_path / "export" / name).unlink()
+    (tmp_path / "export" / "journal.lock").touch()  # killed at its very start
+    opened(tmp_path / "export").close()
+    (tmp_path / "export" / "notes.txt").touch()  # beside a gallery nothing is anybody's business
+    opened(tmp_path / "export").close()
+
+
+def test_class_centres_and_broken_names_are_no_gallery(tmp_path: Path) -> None:
+    centres = export_centres(tmp_path / "c.safetensors", np.eye(DIM), digest=DIGEST)
+    with pytest.raises(ValueError, match=r"got plsc-centres, expected plsc-embeddings; write one with plsc-embed"):
+        open_gallery(centres, dim=DIM, digest=DIGEST)
+    path = export_embeddings(
+        tmp_path / "e.safetensors", np.eye(DIM), labels=range(DIM), names=["\u00e9"] * DIM, digest=DIGEST
+    )
+    data = path.read_bytes()
+    assert len(open_gallery(path, dim=DIM, digest=DIGEST)) == DIM
+    path.write_bytes(data.replace("\u00e9".encode(), b"e\xff"))
+    with pytest.raises(ValueError, match="a name that is no UTF-8"):
+        open_gallery(path, dim=DIM, digest=DIGEST)

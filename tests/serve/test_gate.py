@@ -1,5 +1,6 @@
 """Before any route: HEAD and OPTIONS on every path, methods that are refused, and where requests are counted."""
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -140,3 +141,61 @@ def test_what_nobody_knows_is_counted_as_one(client: TestClient) -> None:
         ("other", "other", 404): 40,
         ("/v1/embed", "other", 405): 20,
     }
+
+
+def test_methods_that_anybody_makes_up_are_one_series(client: TestClient) -> None:
+    """On the paths that need no token, too: a thousand of them leave memory, and /metrics, as one does."""
+
+    def ask(word: str) -> None:
+        for path in ("/healthz", "/nowhere"):
+            client.request(word, path)
+
+    def series() -> int:
+        lines = client.get("/metrics", headers=RIGHT).text.splitlines()
+        return sum(line.startswith(("plsc_requests_total", "plsc_request_seconds")) for line in lines)
+
+    ask("FIRST")
+    series()
+    before = series()
+    for number in range(1000):
+        ask(f"M{number:x}".upper())
+    assert series() == before
+
+
+def test_a_request_that_the_end_cuts_off_is_503_without_a_traceback(
+    bundle: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the server ends it, once it has waited long enough: by cancelling the task."""
+    sent: list[Any] = []
+
+    async def run() -> None:
+        service = Service(bundle, settings=Settings(delay=30))
+        app = create_app(lambda: service)
+        async with app.router.lifespan_context(app):
+            image = encode(draw(1))
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/v1/embed",
+                "raw_path": b"/v1/embed",
+                "query_string": b"",
+                "headers": [(b"host", b"localhost"), (b"content-type", b"image/png")],
+                "http_version": "1.1",
+                "root_path": "",
+            }
+
+            async def receive() -> Any:
+                return {"type": "http.request", "body": image}
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            task = asyncio.create_task(app(scope, receive, send))
+            while not service._batcher.waiting:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await task
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 503 and b"the service stops" in sent[1]["body"]
+    assert "was given up: the service stops" in caplog.text and "Traceback" not in caplog.text

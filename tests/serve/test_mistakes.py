@@ -197,6 +197,9 @@ def test_what_the_client_makes_of_other_answers_and_arguments() -> None:
         assert _Elsewhere.asked[-1] == "/v1/verify?far=0.5"
         count = len(_Elsewhere.asked)
         for words, wrong in (
+            (r"embeddings: got complex128 \[2, 3\], expected real", lambda: Client(url).search(embeddings=rows * 1j)),
+            (r"embeddings: got float64 \[3\], expected real", lambda: Client(url).search(embeddings=rows[0])),
+            (r"embeddings: got <U1 \[1, 1\], expected real", lambda: Client(url).search(embeddings=[["1"]])),
             ("id: got an empty one", lambda: Client(url).remove("")),
             ("id: got an empty one", lambda: Client(url).add("Ada", [b"x"], id="")),
             ("far: got 'high', expected a number", lambda: Client(url).verify([b"x", b"y"], far="high")),  # type: ignore[arg-type]

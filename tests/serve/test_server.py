@@ -250,6 +250,65 @@ def test_a_second_signal_ends_it_at_once(bundle_path: Path, tmp_path: Path, numb
 
 
 @slow
+def test_what_is_refused_before_any_route_is_counted(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no HTTP, and connections beyond those that may be: the latter in the words of all errors, and let go."""
+    program = (
+        "import plsc.serve.server as s, plsc.cli as c, sys\n"
+        "s.Address.__init__.__defaults__ = tuple(3 if d == 512 else d for d in s.Address.__init__.__defaults__)\n"
+        "sys.exit(c.serve(sys.argv[1:]))"
+    )
+    popen = subprocess.Popen
+
+    def start(command: list[str], **given: Any) -> Any:
+        return popen([command[0], "-u", "-c", program, *command[command.index("serve") + 1 :]], **given)
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    with Running(bundle_path) as running:
+        for _ in range(2):
+            with socket.create_connection(("127.0.0.1", running.port)) as line:
+                line.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+                assert line.recv(100).startswith(b"HTTP/1.1 400")
+        lines = [http.client.HTTPConnection("127.0.0.1", running.port, timeout=60) for _ in range(4)]
+        for line in lines:
+            line.connect()
+        lines[3].request("GET", "/healthz")
+        answer = lines[3].getresponse()
+        assert (answer.status, b"too many connections" in answer.read()) == (503, True)
+        assert answer.headers["connection"] == "close" and answer.headers["retry-after"] == "1"
+        lines[0].request("GET", "/metrics")
+        text = lines[0].getresponse().read().decode()
+    assert 'plsc_requests_total{path="other",method="other",status="400"} 2\n' in text
+    assert 'plsc_requests_total{path="/healthz",method="GET",status="503"} 1\n' in text
+
+
+@slow
+def test_an_end_that_waits_for_no_decoder(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that take for ever hold up neither those that came, for longer than they may, nor the end."""
+    program = (
+        "import plsc.serve.server as s, plsc.serve.service as v, plsc.cli as c, sys, time\n"
+        "s.END_SECONDS = 1\n"
+        "v.decode_image = lambda *a, **k: time.sleep(3600)\n"
+        "sys.exit(c.serve(sys.argv[1:]))"
+    )
+    popen = subprocess.Popen
+
+    def start(command: list[str], **given: Any) -> Any:
+        return popen([command[0], "-u", "-c", program, *command[command.index("serve") + 1 :]], **given)
+
+    monkeypatch.setattr("subprocess.Popen", start)
+    with Running(bundle_path, "--timeout", "1") as running:
+        with Client(running.url) as client, pytest.raises(ServiceError, match="504"):
+            client.embed([encode(draw(1))])
+        line = socket.create_connection(("127.0.0.1", running.port))
+        body = encode(draw(2))
+        head = f"POST /v1/embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/png\r\nContent-Length: {len(body)}"
+        line.sendall(f"{head}\r\n\r\n".encode() + body)
+        assert running.stop() == 0  # within the minute that it waits
+        line.close()
+    assert "threads are left at work" in words(running) and "Traceback" not in words(running)
+
+
+@slow
 def test_two_servers_on_one_gallery_and_kill(bundle_path: Path, tmp_path: Path) -> None:
     """The second is refused; after kill -9 all that was acknowledged is there, and the gallery opens at once."""
     folder = tmp_path / "g"

@@ -123,6 +123,37 @@ def test_pieces_of_another_model_are_not_taken(tmp_path: Path, caplog: pytest.Lo
     assert target.read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
+class Changed(Numbered):
+    """Some images are others, by their bytes and their pixels; the names and labels stay."""
+
+    def __init__(self, *changed: int) -> None:
+        super().__init__()
+        self.changed = changed
+
+    def encoded(self, i: int) -> bytes:
+        return b"other" if i in self.changed else b""
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
+        pixels, label = super().__getitem__(i)
+        return (255 - pixels if i in self.changed else pixels), label
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_pieces_of_images_that_have_changed_are_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Also where the changed ones are none of those by which data sets are told apart."""
+    monkeypatch.setattr(bulk, "COMPARED", 2)
+    data, net, target = Changed(3, 27, 45), Net(), tmp_path / "a.safetensors"
+    with pytest.raises(ValueError, match="sample 37"):
+        embed(target, data=Numbered(broken=37))
+    assert bulk.data_digest(data) == bulk.data_digest(Numbered())
+    run_ranks(ranks, lambda comm: embed(target, comm, data, net))
+    assert "2 pieces are of images that have changed since" in caplog.text and data.read <= N - 10 + ranks
+    embed(tmp_path / "whole.safetensors", data=Changed(3, 27, 45), net=net)
+    assert target.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+
+
 class Others(Numbered):
     """The same labels and names, other images."""
 

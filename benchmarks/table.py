@@ -5,7 +5,8 @@
 Batches of 65,536 keys, uniform over the rows and Zipf(1.05) over the ids, dim 16, Adagrad; ids without a row get one as
 they come. Without names all parts are run.
 
-fill     rows a second of a bulk load, the slowest batch while the table grows, bytes a row beyond its payload
+fill     rows a second of a bulk load beside a bare copy into new memory, the slowest batch while the table grows,
+         bytes a row beyond its payload
 peers    pulls and pushes beside other tables. All take turns within one run, so that a noisy machine hurts them alike;
          medians of processor time and their ratios to the bare gather count, not single numbers. numba and
          fbgemm-gpu-cpu (1.8 beside torch 2.13) take part where they work
@@ -294,6 +295,11 @@ def fbgemm_push(table: FbgemmTable, batches: list[np.ndarray], grads: torch.Tens
 
 def fill(tables: dict[str, Table], ids: np.ndarray, dense: np.ndarray) -> None:
     print(f"{'':16}{'M rows/s':>10}{'batch, ms':>11}{'slowest':>9}{'B/row beyond':>14}   (processor time)")
+    start = time.thread_time()
+    fresh = np.empty((len(dense), 2, DIM), np.float32)
+    fresh[:, 0], fresh[:, 1] = dense, 0.0
+    print(f"{'bare copy':16}{len(dense) / (time.thread_time() - start) / 1e6:10.2f}   (into new memory, in order)")
+    del fresh
     for name, table in tables.items():
         spent = []
         for some in np.array_split(np.arange(len(dense)), max(1, len(dense) // BATCH)):

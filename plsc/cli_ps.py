@@ -1,16 +1,24 @@
-"""The commands plsc-ps serve, launch, stat, save and reshard: a parameter server's processes, from the command line."""
+"""The commands of plsc-ps: `train` learns rows of tables, the others run servers of them."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from plsc.cli_common import Bar, logging_to_stdout, say_result
+from plsc.cli_flags import override
+from plsc.comm import LocalCommunicator, connect
+from plsc.train.config import from_dict, read_recipe
+
+PS_TASKS = ("ctr", "word2vec")  # of recipes for `train`
 COMMANDS = ("serve", "launch", "stat", "save", "reshard")
 EPILOG = "Tokens are read from PLSC_PS_TOKEN, not from the command line, where other users of the machine see them."
 
@@ -144,4 +152,42 @@ def _reshard(args: argparse.Namespace) -> int:
 
     rows = reshard(args.saves, args.folders)
     print(f"{rows} rows from {len(args.saves)} to {len(args.folders)} servers")
+    return 0
+
+
+def train(recipe: str, flags: Sequence[str]) -> int:
+    """The run that a recipe with one of PS_TASKS describes, in this process."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for "module:attr" in recipes
+    values = read_recipe(recipe, PS_TASKS)
+    if values.get("task") not in PS_TASKS:
+        raise ValueError(f"recipe {recipe} has task {values.get('task')!r}, expected one of {', '.join(PS_TASKS)}")
+    if values["task"] == "word2vec":
+        return _word2vec(recipe, values, flags)
+    from plsc.train import ctr
+    from plsc.train.ctr_config import CtrConfig
+
+    config = override(f"plsc-ps train {recipe}", from_dict(CtrConfig, values, where=f"recipe {recipe}"), flags)
+    with logging_to_stdout(LocalCommunicator()):
+        result = ctr.train(config, progress=Bar("training"))
+    say_result(Path(config.out), {})
+    print(", ".join(f"{name} {value:.4f}" for name, value in result.items()))
+    return 0
+
+
+def _word2vec(recipe: str, values: dict[str, Any], flags: Sequence[str]) -> int:
+    """Word vectors; files of text may stand right after the recipe. Started by a launcher, as one of its workers."""
+    from plsc.train import word2vec
+    from plsc.train.word2vec_config import Word2VecConfig
+
+    files = list(itertools.takewhile(lambda flag: not flag.startswith("-"), flags))
+    flags = [*(["--data.train", *files] if files else []), *flags[len(files) :]]
+    config = override(f"plsc-ps train {recipe}", from_dict(Word2VecConfig, values, where=f"recipe {recipe}"), flags)
+    comm = connect()
+    with logging_to_stdout(comm):
+        result = word2vec.train(config, comm=comm, progress=Bar("training") if comm.rank == 0 else None)
+    if comm.rank == 0:
+        say_result(Path(config.out), {})
+        print(", ".join(f"{name} {value:.4f}" for name, value in result.items()))
+    comm.close()
     return 0

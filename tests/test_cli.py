@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from plsc import cli
+from plsc import cli, cli_common, cli_flags
 from plsc.comm import Counting, LocalCommunicator
 from plsc.train.config import load_recipe
 from plsc.train.launch import Outcome
@@ -119,7 +119,7 @@ data.on-bad-image data.per-class data.flip data.crop data.augment data.fonts dat
 data.num-samples data.labels
 model.backbone model.embedding-size model.weights
 head.margin head.margin-args head.sample-rate head.sub-centers head.filter-threshold head.fused
-head.weight-dtype head.state-dtype head.unsampled head.cache-mb head.cache-dtype head.extend-classes
+head.weight-dtype head.state-dtype head.unsampled head.store head.cache-mb head.cache-dtype head.extend-classes
 optim.name optim.lr optim.momentum optim.nesterov optim.weight-decay optim.betas optim.schedule
 optim.warmup-epochs optim.power optim.milestones optim.gamma optim.final
 strategy.amp strategy.reduce-dtype strategy.reduce-accumulate strategy.bucket-mb strategy.lanes
@@ -146,7 +146,7 @@ def test_help_lists_every_flag_and_no_more(capsys: pytest.CaptureFixture[str]) -
     assert caught.value.code == 0
     text = capsys.readouterr().out
     found = re.findall(r"^[│ ] (?:-h, )?--([a-z][\w.-]*)", text, re.MULTILINE)
-    assert found == ["help", *FLAGS.split()] and len(found) <= 90
+    assert found == ["help", *FLAGS.split()] and len(found) <= 91
     assert re.search(r"--head\.margin-args \[NAME VALUE", text) and "scale 32.0 margin 0.3" in " ".join(text.split())
     assert "--no-resume" in text and "(default: runs/glyphs)" in text
 
@@ -155,11 +155,11 @@ def test_another_margin_does_not_take_over_the_arguments_of_the_recipes(capsys: 
     assert cli.train(["glyphs", "--head.margin", "cosface", "--epochs", "0"]) == cli.EXIT_USAGE
     error = capsys.readouterr().err
     assert "the recipe's margin_args (scale 32.0 margin 0.3) are those of arcface" in error
-    config = cli._parse("plsc-train", ["glyphs", "--head.margin", "cosface", "--head.margin-args"])
+    config = cli_flags.parse("plsc-train", ["glyphs", "--head.margin", "cosface", "--head.margin-args"])
     assert (config.head.margin, config.head.margin_args) == ("cosface", {})
-    config = cli._parse("plsc-train", ["glyphs", "--head.margin", "cosface", "--head.margin-args", "scale", "30"])
+    config = cli_flags.parse("plsc-train", ["glyphs", "--head.margin", "cosface", "--head.margin-args", "scale", "30"])
     assert config.head.margin_args == {"scale": 30}
-    assert cli._parse("plsc-train", ["glyphs", "--head.margin", "arcface"]).head.margin_args != {}
+    assert cli_flags.parse("plsc-train", ["glyphs", "--head.margin", "arcface"]).head.margin_args != {}
 
 
 def test_usage_without_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,14 +190,14 @@ def test_wrong_flags_are_refused(args: list[str], words: list[str], capsys: pyte
 def test_flags_override_the_recipe() -> None:
     flags = "--data.image-size 16 --strategy.amp bf16 --head.extend-classes --no-resume --optim.milestones 2 4.5"
     flags += " --head.margin-args scale 16 easy true gradient exact --head.filter-threshold 0.4 --optim.betas 0.5 0.6"
-    config, plain = cli._parse("plsc-train", ["glyphs", *flags.split()]), load_recipe("glyphs")
+    config, plain = cli_flags.parse("plsc-train", ["glyphs", *flags.split()]), load_recipe("glyphs")
     assert config.head.margin_args == {"scale": 16, "easy": True, "gradient": "exact"}
     assert config.data.image_size == 16 and config.strategy.amp == "bf16" and not config.resume
     assert config.head.extend_classes and config.head.filter_threshold == 0.4 and config.head.margin == "arcface"
     assert config.optim.milestones == (2.0, 4.5) and config.optim.betas == (0.5, 0.6)
     assert config.optim.lr == plain.optim.lr and config.eval == plain.eval
-    assert cli._parse("plsc-train", ["glyphs"]) == plain
-    assert cli._parse("plsc-train", ["glyphs", "--head.margin-args"]).head.margin_args == {}
+    assert cli_flags.parse("plsc-train", ["glyphs"]) == plain
+    assert cli_flags.parse("plsc-train", ["glyphs", "--head.margin-args"]).head.margin_args == {}
 
 
 def test_wrong_recipes_and_runs_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_train_resume_eval_and_export_in_this_process(
     assert f"  {out / 'metrics.jsonl'}" in lines and not (out / "export").exists()
     assert kept(out) == [10, 12] and list(losses(out)) == list(range(1, 13))
     config = load_recipe(str(out / "config.toml"))
-    assert config == cli._parse("plsc-train", [*flags, "--max-steps", "12", "--no-export"])
+    assert config == cli_flags.parse("plsc-train", [*flags, "--max-steps", "12", "--no-export"])
 
     # Commands that do not fit the run leave it as it is.
     before = tree(out)
@@ -467,7 +467,7 @@ def test_what_every_rank_finds_is_said_once(capsys: pytest.CaptureFixture[str]) 
     for rank, expected in ((0, "train thin\nbad image\nval empty\nbad image\n"), (1, "rank 1: bad image\n" * 2)):
         comm = Counting(LocalCommunicator())
         comm.rank = rank
-        with cli._logging_to_stdout(comm):
+        with cli_common.logging_to_stdout(comm):
             log.warning("%s thin", "train", extra={"once": True})
             log.warning("bad image")
             log.warning("%s thin", "val", extra={"once": True})

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plsc import cli
+from plsc import cli, cli_flags
 from plsc.train.config import list_recipes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +86,7 @@ def test_recipes_and_flags_of_plsc_train_exist(path: Path) -> None:
     """Of shipped recipes; the others are the reader's own."""
     for words in commands(path.read_text(encoding="utf-8")):
         if words[0] == "plsc-train" and words[1] in list_recipes():
-            config = cli._parse("plsc-train", words[1:])
+            config = cli_flags.parse("plsc-train", words[1:])
             # Faces that are drawn into pairs need more of them than a reader may have: the list is named.
             assert words[1] != "faces" or config.eval.pairs, words
 

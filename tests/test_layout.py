@@ -22,7 +22,7 @@ RECIPES = sorted(PACKAGE.glob("recipes/*.toml"))
 NOT_INSTALLED = ["cuda", "datasets", "tools", "benchmarks", "tests", "docs"]
 # Imported where they are used, with a clear error when missing; not dependencies. Each with its file count's limit.
 FEW_IMPORTERS = {"cupy": 2, "tyro": 1, "pyarrow": 2, "simplejpeg": 1, "lmdb": 1, "uvicorn": 1, "faiss": 1}
-OPTIONAL = {"cupy"}
+OPTIONAL = {"cupy", "etcd3gw"}
 # Importing plsc in somebody's own training script must not cost these.
 HEAVY = [
     "tyro",
@@ -173,6 +173,8 @@ def test_dependencies_have_a_reason() -> None:
     lines = [*project()["dependencies"], *project()["optional-dependencies"]["dev"]]
     names = [re.split(r"[^\w.-]", line)[0] for line in lines]
     assert [name for name in names if f"\n| {name} |" not in page] == []
+    extras = {line for name, lines in project()["optional-dependencies"].items() if name != "dev" for line in lines}
+    assert [name for name in sorted(extras) if f"**{name}**" not in page] == []
 
 
 @pytest.mark.parametrize(("library", "limit"), FEW_IMPORTERS.items())

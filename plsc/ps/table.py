@@ -27,7 +27,7 @@ class Table:
     rule         a name of RULES, a Rule, or one of your own (PythonRule, NativeRule); what a push does to a row
     lr           learning rate; assign `table.lr` to follow a schedule
     init         uniform on +-init_scale, normal of that deviation, constant, zeros; depends on (seed, key) alone
-    dtype        of values: fp32, fp16, bf16. Optimizer state is fp32
+    dtype        of values: fp32, fp16 (stays within +-65504), bf16. Optimizer state is fp32
     locked       False (Hogwild): threads may overwrite each other's floats, never the index. True: every update counts
     stripes      parts with a lock each, a power of two
     arena        None: rows in memory. A folder: rows in a nameless file on its disk, gone with the table
@@ -157,7 +157,8 @@ class Table:
     def push(self, keys: Array, grads: Array, *, shows: Array | None = None, clicks: Array | None = None) -> int:
         """One step of the rule for every (key, gradient) of keys [K], grads [K, dim] float32.
 
-        Gradients that hold a NaN or an infinity are refused and leave their row as it was; returns how many.
+        Gradients that hold a NaN, an infinity or, unclipped, a component of 2^50 (1e15) or more are refused and leave
+        their row as it was; returns how many.
         shows, clicks [K] float32 are added to the row's counters (default: 1 and 0); so are theirs.
         """
         array = as_keys(keys)

@@ -108,6 +108,7 @@ WORDS = {
     422: "Not an image, or not what was expected",
     429: "Too many requests at once: try again",
     421: "Another host's name",
+    503: "Too many connections, or the service stops: try again",
     504: "No answer in time",
     507: "The gallery's disk does not take it: nothing was changed",
 }
@@ -115,7 +116,7 @@ WORDS = {
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The answers of a route that are not its result."""
-    return {status: {"model": Problem, "description": WORDS[status]} for status in (*statuses, 421)}
+    return {status: {"model": Problem, "description": WORDS[status]} for status in (*statuses, 421, 503)}
 
 
 def body(*, json: bool = True) -> dict[str, Any]:

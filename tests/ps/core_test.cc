@@ -186,7 +186,53 @@ void admission() {
   CHECK(table.size() == 2);
 }
 
-void checksum() { CHECK(crc32(0, "123456789", 9) == 0xCBF43926u); }
+// Bit by bit, as the polynomial is defined.
+uint32_t crc32_by_bits(uint32_t crc, const unsigned char* at, size_t size) {
+  crc = ~crc;
+  for (size_t i = 0; i < 8 * size; ++i) {
+    const uint32_t bit = (crc ^ (static_cast<uint32_t>(at[i / 8]) >> (i % 8))) & 1u;
+    crc = (crc >> 1) ^ (bit != 0 ? 0xEDB88320u : 0u);
+  }
+  return ~crc;
+}
+
+void checksum() {
+  CHECK(crc32(0, "123456789", 9) == 0xCBF43926u);
+  std::vector<unsigned char> bytes(700);
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<unsigned char>(mix(i));
+  for (size_t size = 0; size < 600; ++size) {
+    const unsigned char* const start = bytes.data() + size % 17;
+    const uint32_t whole = crc32(0, start, size);
+    CHECK(whole == crc32_by_bits(0, start, size));
+    CHECK(whole == crc32(crc32(0, start, size / 3), start + size / 3, size - size / 3));
+  }
+}
+
+// A file of many blocks is read by several threads, into a table that others use.
+void load_of_many_blocks(const std::string& folder) {
+  TableOptions o = options(16, RuleKind::adagrad);
+  o.init = Init::uniform;
+  Table table(o);
+  std::vector<uint64_t> keys(90000);
+  for (size_t i = 0; i < keys.size(); ++i) keys[i] = mix(i);
+  std::vector<float> grads(16 * keys.size(), 0.5f), a(grads.size()), b(grads.size());
+  table.push(keys.data(), keys.size(), grads.data(), nullptr, nullptr, 0.1f);
+  table.pull(keys.data(), keys.size(), a.data(), false);
+  const std::string path = folder + "/many";
+  CHECK(table.save(path, "{}", 0) == keys.size());
+  for (const int stripes : {1, 8, 64}) {
+    o.stripes = stripes;
+    Table loaded(o);
+    std::thread other([&] {
+      std::vector<float> rows(16 * 100);
+      for (int turn = 0; turn < 50; ++turn) loaded.pull(keys.data() + 1700 * turn, 100, rows.data(), false);
+    });
+    CHECK(loaded.load(path) == keys.size() && loaded.size() == keys.size());
+    other.join();
+    loaded.pull(keys.data(), keys.size(), b.data(), false);
+    CHECK(a == b);
+  }
+}
 
 }  // namespace
 
@@ -199,6 +245,7 @@ int main(int, char** argv) {
   life(folder, Dtype::fp32);
   life(folder, Dtype::fp16);
   rows_in_a_file(folder);
+  load_of_many_blocks(folder);
   admission();
   std::puts("all true");
 }

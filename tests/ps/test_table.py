@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from plsc.ps import RULES, Table
+from plsc.ps import RULES, SGD, Table
 from plsc.ps.arrays import as_floats, as_keys, as_output, empty_like_kind
 
 MASK = 2**64 - 1
@@ -155,6 +155,33 @@ def test_gradients_that_are_not_finite(rule: str, bad: float) -> None:
     assert table.stats()["refused"] == 2
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_too_large_to_square(rule: str) -> None:
+    """2^50 is refused as an infinity is: it would freeze Adagrad's rows. Below, or clipped, a row goes on moving."""
+    table, keys = Table(300, rule=rule, lr=1e-3), keys_of(1)
+    before = table.pull(keys)
+    assert table.push(keys, np.full((1, 300), -(2.0**50), np.float32)) == 1
+    np.testing.assert_array_equal(table.pull(keys), before)
+    largest = np.nextafter(np.float32(2**50), np.float32(0))
+    for _ in range(50):
+        assert table.push(keys, np.full((1, 300), largest, np.float32)) == 0
+    before = table.pull(keys)
+    assert np.isfinite(before).all()
+    table.push(keys, np.full((1, 300), -largest, np.float32))
+    assert np.isfinite(table.pull(keys)).all() and (table.pull(keys) != before).all()
+    clipped = Table(2, rule=SGD(clip_value=1.0), lr=1.0, init="zeros")
+    assert clipped.push(keys, np.array([[3e38, -3e38]], np.float32)) == 0
+    assert clipped.pull(keys).tolist() == [[-1.0, 1.0]]
+
+
+def test_halves_stay_finite() -> None:
+    table, keys = Table(2, rule="sgd", lr=1.0, init="zeros", dtype="fp16"), keys_of(1)
+    table.push(keys, np.array([[1e6, -1e6]], np.float32))
+    assert table.pull(keys).tolist() == [[-65504.0, 65504.0]]
+    table.push(keys, np.array([[-65504.0, 65504.0]], np.float32))
+    assert table.pull(keys).tolist() == [[0.0, 0.0]]
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("rule", ["sgd", "ftrl"])
 def test_other_numbers_that_are_not_finite(bad: float, rule: str) -> None:
@@ -188,6 +215,8 @@ def test_half_precision_values(dtype: str) -> None:
     values = torch.randn(4096, 7) * 10.0 ** torch.randint(-8, 5, (4096, 1))
     values[0] = torch.tensor([65504.0, 65519.0, 65520.0, 1e-8, -5.96e-8, 0.0, -0.0])
     table.assign(torch.arange(4096), values)
+    if dtype == "fp16":
+        values = values.clamp(-65504, 65504)
     assert torch.equal(table.pull(torch.arange(4096)), values.to(torch_dtype).float())
 
 

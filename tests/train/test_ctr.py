@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from plsc import cli
+from plsc import cli, cli_ps
 from plsc.data.synthetic_clicks import ClickWorld, write_clicks
 from plsc.train import ctr
 from plsc.train.config import from_dict, list_recipes, read_recipe
@@ -183,7 +183,7 @@ def test_bad_settings(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "ctr" in list_recipes(cli.PS_TASKS) and "ctr" not in list_recipes()
+    assert "ctr" in list_recipes(cli_ps.PS_TASKS) and "ctr" not in list_recipes()
     small = ["--data.num-train", "6000", "--data.num-test", "1000", "--epochs", "1", "--max-steps", "4"]
     assert cli.ps(["train", "ctr", *small]) == 0
     out = capsys.readouterr().out
@@ -193,7 +193,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert cli.ps([]) == cli.EXIT_USAGE and "plsc-ps train RECIPE" in capsys.readouterr().out
     assert cli.ps(["--help"]) == 0 and cli.ps(["train", "--help"]) == 0
     assert cli.ps(["train", "glyphs"]) == cli.EXIT_USAGE
-    values = read_recipe("ctr", cli.PS_TASKS)
+    values = read_recipe("ctr", cli_ps.PS_TASKS)
     assert from_dict(CtrConfig, values, where="ctr").threads == 2
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plsc import cli
+from plsc import cli, cli_flags
 from plsc.comm import LocalCommunicator
 from plsc.fleet import Fleet, Strategy
 from plsc.nn import ClassParallelHead
@@ -365,4 +365,4 @@ def test_the_command(small: None, capsys: pytest.CaptureFixture[str], tmp_path: 
     ],
 )
 def test_plan_without_a_word_is_for_this_machine(args: list[str], read: list[str]) -> None:
-    assert cli._plan_here(args) == read
+    assert cli_flags.plan_here(args) == read

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plsc import cli
+from plsc import cli, cli_ps
 from plsc.comm import Communicator
 from plsc.comm.local import run_ranks
 from plsc.data.text import Vocabulary
@@ -205,7 +205,7 @@ def test_workers_need_servers(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "word2vec" in list_recipes(cli.PS_TASKS) and "word2vec" not in list_recipes()
+    assert "word2vec" in list_recipes(cli_ps.PS_TASKS) and "word2vec" not in list_recipes()
     Path("corpus.txt").write_text("the cat sat on the mat\nthe dog sat on the cat\n" * 30)
     flags = ["--epochs", "1", "--batch-words", "40", "--log-every", "1", "--model.dim", "8"]
     assert cli.ps(["train", "word2vec", "corpus.txt", *flags]) == 0

@@ -21,12 +21,18 @@ constexpr size_t kOwnPages = size_t{64} << 10;  // from here on freed memory goe
 constexpr size_t kLargestRegion = size_t{64} << 20;
 constexpr size_t kProbes = 32;
 
+#ifdef MAP_POPULATE
+constexpr int kTogether = MAP_POPULATE;  // an index is filled all over: its pages come at once, not by a fault each
+#else
+constexpr int kTogether = 0;
+#endif
+
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
-char* map_pages(size_t size) {
-  void* got = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+char* map_pages(size_t size, int flags = 0) {
+  void* got = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
   if (got == MAP_FAILED) throw std::bad_alloc();
   return static_cast<char*>(got);
 }
@@ -62,7 +68,7 @@ int nameless_file(const std::string& directory) {
 Block::Block(size_t bytes) : size_(bytes) {
   if (bytes >= kOwnPages) {
     size_ = round_up(bytes, 4096);
-    data_ = bytes >= kHuge ? map_huge(size_) : map_pages(size_);
+    data_ = bytes >= kHuge ? map_huge(size_) : map_pages(size_, kTogether);
   } else {
     data_ = std::aligned_alloc(64, round_up(bytes, 64));
     if (data_ == nullptr) throw std::bad_alloc();

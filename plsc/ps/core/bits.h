@@ -50,12 +50,16 @@ inline float float_of(uint32_t u) {
   return x;
 }
 
-// Whether none of n numbers is a NaN or an infinity.
-inline bool finite(const float* x, int n) {
+constexpr uint32_t kInfinity = 0x7F800000u;
+
+// Whether none of n numbers is a NaN or of the magnitude `limit` (its bits) or above.
+inline bool below(const float* x, int n, uint32_t limit) {
   uint32_t bad = 0;
-  for (int d = 0; d < n; ++d) bad |= static_cast<uint32_t>((bits_of(x[d]) & 0x7F800000u) == 0x7F800000u);
+  for (int d = 0; d < n; ++d) bad |= static_cast<uint32_t>((bits_of(x[d]) & 0x7FFFFFFFu) >= limit);
   return bad == 0;
 }
+
+inline bool finite(const float* x, int n) { return below(x, n, kInfinity); }
 
 // bfloat16 and IEEE half, rounding to nearest even. Values beyond the range of a half become infinite.
 inline float from_bf16(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
@@ -86,7 +90,7 @@ inline uint16_t to_fp16(float x) {
   return static_cast<uint16_t>(sign | ((rest - 0x38000000u + 0xFFFu + ((rest >> 13) & 1u)) >> 13));
 }
 
-// CRC-32 as zlib and PNG compute it, eight bytes a step.
+// CRC-32 as zlib and PNG compute it.
 uint32_t crc32(uint32_t crc, const void* data, size_t size);
 
 }  // namespace plsc

@@ -57,7 +57,7 @@ struct RowSpec {
   uint64_t seed = 0;
 };
 
-// Applies one gradient; false: it held a NaN or an infinity and the row is as it was. `scratch` holds 2 * dim floats.
+// Applies one gradient; false: it held a NaN, an infinity or, unclipped, 2^50 or more, and the row is as it was. `scratch` holds 2 * dim floats.
 using Update = bool (*)(const RowSpec& spec, float lr, char* row, const float* grad, float* scratch);
 
 RowSpec make_spec(int dim, Dtype dtype, const RuleOptions& rule, Init init, float init_scale, uint64_t seed,

@@ -3,11 +3,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <array>
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
+#include <mutex>
 #include <stdexcept>
 #include <system_error>
+#include <thread>
 
 #include "bits.h"
 #include "table.h"
@@ -19,25 +22,15 @@ constexpr char kMagic[8] = {'P', 'L', 'S', 'C', 'P', 'S', 'T', '1'};
 constexpr uint32_t kRowsMark = 0x53574F52u;  // "ROWS"
 constexpr uint32_t kEndMark = 0x21444E45u;   // "END!"
 constexpr size_t kBlockBytes = size_t{1} << 20;
+constexpr size_t kLoaders = 4;  // threads that load a file: one reads a block while others lay theirs down
+constexpr size_t kFlushBytes = size_t{8} << 20;  // the disk is given these at once, not all at the end
 constexpr uint32_t kLargestHeader = 1u << 24;
 constexpr uint32_t kLargestBlock = 1u << 30;
+constexpr size_t kAhead = 12;  // rows whose lines are on their way
 
 struct BlockHead {
   uint32_t mark, rows, bytes, crc;
 };
-
-std::array<std::array<uint32_t, 256>, 8> make_crc_tables() {
-  std::array<std::array<uint32_t, 256>, 8> tables{};
-  for (uint32_t i = 0; i < 256; ++i) {
-    uint32_t c = i;
-    for (int k = 0; k < 8; ++k) c = (c >> 1) ^ ((c & 1u) != 0 ? 0xEDB88320u : 0u);
-    tables[0][i] = c;
-  }
-  for (size_t t = 1; t < 8; ++t) {
-    for (size_t i = 0; i < 256; ++i) tables[t][i] = (tables[t - 1][i] >> 8) ^ tables[0][tables[t - 1][i] & 0xFFu];
-  }
-  return tables;
-}
 
 [[noreturn]] void fail(int error, const std::string& what) {
   throw std::system_error(error, std::generic_category(), what);
@@ -64,7 +57,20 @@ class File {
       }
       at += done;
       size -= static_cast<size_t>(done);
+      written_ += static_cast<size_t>(done);
     }
+#ifdef SYNC_FILE_RANGE_WRITE
+    if (written_ - flushed_ >= kFlushBytes) {
+      sync_file_range(fd_, static_cast<off_t>(flushed_), static_cast<off_t>(written_ - flushed_), SYNC_FILE_RANGE_WRITE);
+      flushed_ = written_;  // advice: finish() tells of failures
+    }
+#endif
+  }
+
+  size_t size() const {
+    struct stat about;
+    if (fstat(fd_, &about) != 0) fail(errno, path_);
+    return static_cast<size_t>(about.st_size);
   }
 
   void read(void* data, size_t size) {
@@ -96,6 +102,7 @@ class File {
  private:
   const std::string path_;
   int fd_;
+  size_t written_ = 0, flushed_ = 0;
 };
 
 void sync_folder(const std::string& path) {
@@ -121,22 +128,6 @@ std::string header_of(File& file) {
 }
 
 }  // namespace
-
-uint32_t crc32(uint32_t crc, const void* data, size_t size) {
-  static const auto t = make_crc_tables();
-  const auto* at = static_cast<const unsigned char*>(data);
-  crc = ~crc;
-  for (; size >= 8; size -= 8, at += 8) {
-    uint32_t low, high;
-    std::memcpy(&low, at, 4);
-    std::memcpy(&high, at + 4, 4);
-    low ^= crc;
-    crc = t[7][low & 0xFFu] ^ t[6][(low >> 8) & 0xFFu] ^ t[5][(low >> 16) & 0xFFu] ^ t[4][low >> 24] ^
-          t[3][high & 0xFFu] ^ t[2][(high >> 8) & 0xFFu] ^ t[1][(high >> 16) & 0xFFu] ^ t[0][high >> 24];
-  }
-  for (; size > 0; --size, ++at) crc = (crc >> 8) ^ t[0][(crc ^ *at) & 0xFFu];
-  return ~crc;
-}
 
 uint64_t Table::save(const std::string& path, const std::string& header, uint64_t since) {
   const std::string partial = path + ".partial";
@@ -180,7 +171,10 @@ uint64_t Table::save(const std::string& path, const std::string& header, uint64_
         char* const seen = keys + 8 * n;
         char* const rows = seen + 4 * n;
         for (size_t i = 0; i < n; ++i) {
-          if (i + 8 < n) __builtin_prefetch(row_at(stripe, slots[i + 8]->row - 1));
+          if (i + kAhead < n) {
+            const char* const row = row_at(stripe, slots[i + kAhead]->row - 1);
+            for (size_t line = 0; line < std::min<size_t>(stride, 256); line += 64) __builtin_prefetch(row + line);
+          }
           std::memcpy(keys + 8 * i, &slots[i]->key, 8);
           std::memcpy(seen + 4 * i, &slots[i]->seen, 4);
           std::memcpy(rows + stride * i, row_at(stripe, slots[i]->row - 1), stride);
@@ -213,35 +207,65 @@ uint64_t Table::load(const std::string& path) {
   File file(path, O_RDONLY);
   header_of(file);
   const size_t stride = spec_.layout.stride;
-  struct stat about;
-  if (stat(path.c_str(), &about) == 0) reserve(static_cast<uint64_t>(about.st_size) / (12 + stride));
-  std::vector<char> payload;
-  std::vector<uint64_t> keys;
+  reserve(file.size() / (12 + stride));
+  // Blocks are read one after the other, and checked and laid down by whoever read them.
+  std::mutex reading;
+  bool done = false;
   uint64_t total = 0;
-  for (;;) {
+  std::exception_ptr failed;
+  const auto next = [&](std::vector<char>& payload) {
+    const std::lock_guard<std::mutex> lock(reading);
+    if (done) return false;
     BlockHead head;
     file.read(&head, sizeof head);
     if (head.mark == kEndMark) {
-      const uint64_t expected = head.rows | (static_cast<uint64_t>(head.bytes) << 32);
-      if (crc32(0, &head, 12) != head.crc || expected != total) throw std::runtime_error("is damaged in its end record");
+      done = true;
+      const uint64_t rows = head.rows | (static_cast<uint64_t>(head.bytes) << 32);
+      if (crc32(0, &head, 12) != head.crc || rows != total) throw std::runtime_error("is damaged in its end record");
       if (!file.at_end()) throw std::runtime_error("goes on after its end record");
-      return total;
+      return false;
     }
     if (head.mark != kRowsMark || head.bytes > kLargestBlock || head.bytes != head.rows * (12 + stride)) {
       throw std::runtime_error("is damaged at a block's head, after " + std::to_string(total) + " rows");
     }
-    payload.resize(head.bytes);
-    file.read(payload.data(), payload.size());
-    if (crc32(0, payload.data(), payload.size()) != head.crc) {
-      throw std::runtime_error("is damaged in the block after " + std::to_string(total) + " rows");
+    payload.resize(sizeof head + head.bytes);
+    std::memcpy(payload.data(), &head, sizeof head);
+    file.read(payload.data() + sizeof head, head.bytes);
+    total += head.rows;
+    return true;
+  };
+  const auto work = [&] {
+    try {
+      std::vector<char> payload;
+      std::vector<uint64_t> keys;
+      while (next(payload)) {
+        BlockHead head;
+        std::memcpy(&head, payload.data(), sizeof head);
+        const char* const start = payload.data() + sizeof head;
+        if (crc32(0, start, head.bytes) != head.crc) throw std::runtime_error("is damaged in one of its blocks");
+        keys.resize(head.rows);
+        std::memcpy(keys.data(), start, 8 * size_t{head.rows});
+        const char* const seen = start + 8 * size_t{head.rows};
+        restore(keys.data(), head.rows, seen, seen + 4 * size_t{head.rows});
+      }
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(reading);
+      done = true;
+      if (failed == nullptr) failed = std::current_exception();
     }
-    const size_t n = head.rows;
-    keys.resize(n);
-    std::memcpy(keys.data(), payload.data(), 8 * n);
-    const char* const seen = payload.data() + 8 * n;
-    restore(keys.data(), n, seen, seen + 4 * n);
-    total += n;
+  };
+  std::vector<std::thread> others;
+  const unsigned cores = std::thread::hardware_concurrency();
+  const size_t blocks = file.size() / kBlockBytes;
+  try {
+    while (others.size() + 1 < std::min<size_t>({kLoaders, cores, blocks / 4})) others.emplace_back(work);
+  } catch (const std::system_error&) {
+    // The system gives no more threads: fewer do the same.
   }
+  work();
+  for (std::thread& other : others) other.join();
+  if (failed != nullptr) std::rethrow_exception(failed);
+  return total;
 }
 
 }  // namespace plsc

@@ -117,7 +117,7 @@ Table::~Table() {
 }
 
 // The key is not there. Whatever can fail is done before the index changes.
-Slot* Table::insert(Stripe& stripe, uint64_t key, uint64_t hash, Scratch& s) {
+Slot* Table::insert(Stripe& stripe, uint64_t key, uint64_t hash, float* floats) {
   stripe.index.make_room();
   uint32_t row;
   if (!stripe.free_rows.empty()) {
@@ -132,7 +132,7 @@ Slot* Table::insert(Stripe& stripe, uint64_t key, uint64_t hash, Scratch& s) {
     }
     ++stripe.rows;
   }
-  give_birth(spec_, key, row_at(stripe, row), s.floats.data());
+  if (floats != nullptr) give_birth(spec_, key, row_at(stripe, row), floats);
   return stripe.index.insert(key, hash, row + 1, clock_.load(std::memory_order_relaxed));
 }
 
@@ -174,19 +174,25 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, s
 
   bool over = false;
   uint64_t born = 0, turned_away = 0;
+  const bool sets = missing == Missing::set;
   const uint32_t now = clock_.load(std::memory_order_relaxed);
   const char* const seen = s.seen == nullptr ? nullptr : s.seen + 4 * visit.done;
   const auto group = [&](size_t k) {
     Stripe& stripe = *stripes_[k];
     const uint32_t begin = begin_of(k), end = s.start[k];
     for (uint32_t j = begin; j < end; ++j) {
-      if (j + kAhead < end) __builtin_prefetch(stripe.index.line_of(mix(s.items[j + kAhead].key)), 0, 3);
+      if (j + kAhead < end) {
+        __builtin_prefetch(stripe.index.line_of(mix(s.items[j + kAhead].key)), 0, 3);
+        if (sets) visit.ahead(s.items[j + kAhead].at);
+      }
       const uint64_t key = s.items[j].key, hash = mix(key);
       char*& row = s.rows[options_.locked ? j : s.items[j].at];
       Slot* slot = stripe.index.find(key, hash);
+      bool newborn = false;
       if (slot == nullptr && missing != Missing::skip) {
-        if (missing == Missing::create || admits(stripe, key, hash)) {
-          slot = insert(stripe, key, hash, s);
+        if (missing != Missing::admit || admits(stripe, key, hash)) {
+          slot = insert(stripe, key, hash, sets ? nullptr : s.floats.data());
+          newborn = true;
           rows_.fetch_add(1, std::memory_order_relaxed);
           ++born;
         } else {
@@ -199,6 +205,10 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, s
         if (touch) slot->seen = now;
         if (seen != nullptr) std::memcpy(&slot->seen, seen + 4 * s.items[j].at, 4);
         row = row_at(stripe, slot->row - 1);
+        if (newborn && sets) {
+          visit(s.items[j].at, row);
+          row = nullptr;
+        }
       }
     }
     over = over || over_quota(stripe);
@@ -345,7 +355,7 @@ void Table::gather(const uint64_t* keys, size_t n, float* values, float* state) 
 void Table::scatter(const uint64_t* keys, size_t n, const float* values, const float* state, bool only_present) {
   const auto dim = static_cast<size_t>(spec_.layout.dim);
   const auto width = static_cast<size_t>(spec_.layout.state);
-  batch(keys, n, only_present ? Missing::skip : Missing::create, true, spec_.layout.stride, values, 4 * dim,
+  batch(keys, n, only_present ? Missing::skip : Missing::set, true, spec_.layout.stride, values, 4 * dim,
         [&](size_t i, char* row, float*) {
     if (row == nullptr) return;
     write_value(spec_.layout, row, values + i * dim);
@@ -374,8 +384,9 @@ void Table::restore(const uint64_t* keys, size_t n, const char* seen, const char
     ~Until() { s.seen = nullptr; }
   } until{scratch()};
   until.s.seen = seen;
-  batch(keys, n, Missing::create, false, stride, rows, stride,
-        [&](size_t i, char* row, float*) { std::memcpy(row, rows + stride * i, stride); });
+  batch(keys, n, Missing::set, false, stride, rows, stride, [&](size_t i, char* row, float*) {
+    if (row != nullptr) std::memcpy(row, rows + stride * i, stride);
+  });
 }
 
 void Table::read_counters(const uint64_t* keys, size_t n, float* out) {

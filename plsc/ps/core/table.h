@@ -154,7 +154,9 @@ class Table {
 
  private:
   struct Scratch;
-  enum class Missing { skip, create, admit };
+  // What becomes of a key without a row: nothing, a row as it is born, the same if admitted, or a row that the visitor
+  // sets as a whole.
+  enum class Missing { skip, create, admit, set };
 
   static Scratch& scratch();
   template <class Visit>
@@ -166,7 +168,8 @@ class Table {
   bool chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, size_t row_bytes, Scratch& s, Visit& visit);
   // Whole rows as they were saved, `seen` [n] of four bytes each; both unaligned.
   void restore(const uint64_t* keys, size_t n, const char* seen, const char* rows);
-  Slot* insert(Stripe& stripe, uint64_t key, uint64_t hash, Scratch& s);
+  // With `floats` null the row is the caller's to set.
+  Slot* insert(Stripe& stripe, uint64_t key, uint64_t hash, float* floats);
   bool admits(Stripe& stripe, uint64_t key, uint64_t hash);
   void remove(Stripe& stripe, const Slot& slot);
   void reserve(uint64_t rows);

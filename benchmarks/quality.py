@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from plsc.comm import run_ranks
-from plsc.fleet import Strategy
+from plsc.strategies import Strategy
 from plsc.train import Config, Trainer
 from plsc.train.build import build_data
 from plsc.train.config import DataConfig, EvalConfig, HeadConfig, ModelConfig, OptimConfig

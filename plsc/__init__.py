@@ -2,7 +2,7 @@
 
 from plsc import data, models, ps
 from plsc.comm import Communicator, connect, world
-from plsc.fleet import Fleet, Strategy
+from plsc.fleet import Fleet
 from plsc.nn import (
     AdaFace,
     ArcFace,
@@ -17,6 +17,7 @@ from plsc.nn import (
     SphereFace,
 )
 from plsc.ops import LARS, SGD, AdamW
+from plsc.strategies import Strategy
 from plsc.train.checkpoint import load, save
 
 __version__ = "0.1.0"

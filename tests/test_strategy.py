@@ -11,8 +11,7 @@ import torch
 
 import plsc
 from plsc.comm import Auto, Communicator, Grid2D, run_ranks
-from plsc.fleet import Strategy
-from plsc.strategies import DGC, fusion
+from plsc.strategies import DGC, Strategy, fusion
 from plsc.train import Config, Trainer
 from plsc.train.config import DataConfig, EvalConfig, HeadConfig, ModelConfig, OptimConfig
 

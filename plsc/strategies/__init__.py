@@ -24,6 +24,7 @@ from plsc.strategies.reduction import (
     as_ddp_hook,
     make_reduction,
 )
+from plsc.strategies.strategy import Strategy
 from plsc.strategies.sync_bn import SyncBatchNorm, convert_sync_bn
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Reducer",
     "Reduction",
     "Schedule",
+    "Strategy",
     "SyncBatchNorm",
     "any_nonfinite",
     "as_ddp_hook",

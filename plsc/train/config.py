@@ -18,8 +18,8 @@ import tomli_w
 
 from plsc.data.loader import POLICIES
 from plsc.data.transforms import AUGMENTS
-from plsc.fleet import Strategy
 from plsc.ops.formats import STATE_DTYPES, WEIGHT_DTYPES
+from plsc.strategies import Strategy
 
 RECIPES = "plsc.recipes"
 OPTIMIZERS = ("sgd", "adamw", "lars")

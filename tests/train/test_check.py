@@ -15,7 +15,7 @@ import pytest
 from plsc.comm import FailedTogether, probe
 from plsc.comm.launch import Launch
 from plsc.comm.probe import Link, Responder, Unreachable, own_address, visit
-from plsc.fleet import Strategy
+from plsc.strategies import Strategy
 from plsc.train import check as module
 from plsc.train.check import check
 from plsc.train.config import Config, DataConfig, dump

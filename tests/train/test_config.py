@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.fleet import Strategy
+from plsc.strategies import Strategy
 from plsc.train.config import (
     OPTIMIZERS,
     SCHEDULES,

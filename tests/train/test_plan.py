@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from plsc import cli, cli_flags
+from plsc import Fleet, Strategy, cli, cli_flags
 from plsc.comm import LocalCommunicator
-from plsc.fleet import Fleet, Strategy
 from plsc.nn import ClassParallelHead
 from plsc.train import build, plan, scaling, speeds
 from plsc.train.config import Config, DataConfig, EvalConfig, HeadConfig, ModelConfig, OptimConfig

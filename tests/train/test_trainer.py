@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from plsc.comm import Communicator, run_ranks
 from plsc.data import Synthetic
-from plsc.fleet import NonFiniteLoss, Strategy
+from plsc.fleet import NonFiniteLoss
+from plsc.strategies import Strategy
 from plsc.train import Config, Trainer
 from plsc.train.config import DataConfig, EvalConfig, HeadConfig, ModelConfig, OptimConfig
 from plsc.train.run import evaluate, train

@@ -243,8 +243,10 @@ def _plan(config: Config) -> int:
     from plsc.train.plan import plan
 
     started = Launch.read()
-    if started is not None and started.rank > 0:
-        return 0
+    if started is not None:
+        if started.rank > 0:
+            return 0
+        config = replace(config, nproc=started.world_size)  # the ranks that a launcher started are those to plan for
     return 0 if plan(config, say=print) else EXIT_FAILURE
 
 

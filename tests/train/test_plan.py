@@ -352,6 +352,18 @@ def test_the_command(small: None, capsys: pytest.CaptureFixture[str], tmp_path: 
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_launchers_ranks_are_planned_for(
+    small: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Whatever the recipe's nproc says; one of them says it."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29555}.items():
+        monkeypatch.setenv(name, str(value))
+    flags = ["--data.kind", "synthetic", "--data.num-classes", "900", "--model.backbone", "plainnet"]
+    assert cli.train(["glyphs", *flags, "--batch-size", "16", "--data.image-size", "16", "--plan", "2x2.1GB"]) == 0
+    assert ("2 rank(s) on 2x2.1GB, 8 samples" in capsys.readouterr().out) == (rank == 0)
+
+
 @pytest.mark.parametrize(
     ("args", "read"),
     [

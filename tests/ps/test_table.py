@@ -6,6 +6,8 @@ import ctypes
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -322,6 +324,16 @@ def test_fork_takes_a_copy() -> None:
     child.join(60)
     assert child.exitcode == 0
     np.testing.assert_array_equal(table.pull(keys), rows)
+
+
+def test_a_table_that_outlives_python_says_nothing() -> None:
+    """As one that a thread of the user's still holds."""
+    script = (
+        "import threading, plsc.ps; table = plsc.ps.Table(4); hold = threading.Event(); "
+        "threading.Thread(target=lambda: (table, hold.wait()), daemon=True).start()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(

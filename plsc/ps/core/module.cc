@@ -90,6 +90,7 @@ plsc::TableOptions read_options(const nb::dict& o) {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  nb::set_leak_warnings(false);  // a table that a thread of the user's still holds when Python ends is no leak
   bind_skipgram(m);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {

@@ -38,10 +38,11 @@ def born(seed: int, key: int, dim: int, scale: float) -> np.ndarray:
     return ((2 * np.array(draws, np.float32) / np.float32(2**24)) - np.float32(1)) * np.float32(scale)
 
 
+@pytest.mark.parametrize("dim", [1, 5, 8, 16, 19, 64])  # wide draws and their tails
 @pytest.mark.parametrize("key", [0, 1, 12345, 2**63, MASK])
-def test_row_is_born_from_seed_and_key(key: int) -> None:
-    table = Table(5, seed=7, init_scale=0.5)
-    np.testing.assert_array_equal(table.pull(keys_of(key))[0], born(7, key, 5, 0.5))
+def test_row_is_born_from_seed_and_key(key: int, dim: int) -> None:
+    table = Table(dim, seed=7, init_scale=0.5)
+    np.testing.assert_array_equal(table.pull(keys_of(key))[0], born(7, key, dim, 0.5))
 
 
 @pytest.mark.parametrize("init", ["uniform", "normal", "zeros", "constant"])

@@ -6,7 +6,8 @@
 
 "products" are the three matrix products of a step that keeps its exponentials (four of one that does not), bf16 in,
 float32 out, blocks of the same size, by cuBLAS. "kernels" is a step written with plsc.ops.kernels alone: products in
-bf16, ArcFace, weight and momentum in few bits, everything else fused. "head" is plsc.ClassParallelHead as it is.
+bf16, ArcFace, weight and momentum in few bits, everything else fused. "head" is plsc.ClassParallelHead as it is, whose
+products are float32 (TF32 on a GPU) whatever its weight is kept in: its note has the ratio to such products as well.
 Contenders alternate within a round; medians of CUDA events, or of processor time on a CPU.
 """
 
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +48,8 @@ class Row:
     ratio: float  # to the products of the same configuration
     gigabytes: float  # most that was allocated
     note: str = ""
+    judged: bool = False  # whether this is what a GPU must be fast at, or hold many of
+    falls: bool = True  # the loss, where it is known
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -134,13 +138,13 @@ class KernelHead:
         return e, kernels.exp_rows(dots, shifts, labels, out=e, **options)
 
 
-def products(x: Tensor, head: KernelHead, *, num: int) -> Step:
+def products(x: Tensor, weight: Tensor, *, block: int, num: int) -> Step:
     """The matrix products of a step alone: `num` is 3, or 4 where exponentials are made twice."""
-    e = torch.zeros(len(x), head.block, dtype=head.kind, device=x.device)
+    e = torch.zeros(len(x), block, dtype=x.dtype, device=x.device)
 
     def step() -> None:
-        for start, stop in head.blocks():
-            rows, part = head.weight[start:stop], e[:, : stop - start]
+        for rows in weight.split(block):
+            part = e[:, : len(rows)]
             for _ in range(num - 2):
                 product(x, rows.T)
             product(part, rows)
@@ -149,17 +153,18 @@ def products(x: Tensor, head: KernelHead, *, num: int) -> Step:
     return step
 
 
-def library_head(x: Tensor, labels: Tensor, classes: int, **options: object) -> Step:
-    """plsc.ClassParallelHead with a fused optimizer, made where it trains: its rows are not those of its seed."""
+def library_options(form: str, *, block: int, cache_bytes: float) -> dict[str, Any]:
+    """Of a plsc.ClassParallelHead in a format of FORMATS, momentum as KernelHead's."""
+    half = form != "fp32"
+    optimizer = plsc.SGD(LR, momentum=MOMENTUM, state_dtype="bf16" if half else "fp32")
+    options: dict[str, Any] = {"weight_dtype": form, "head_optimizer": optimizer, "block": block}
+    return options | {"cache_dtype": "bf16" if half else "fp32", "cache_mb": cache_bytes / 2**20}
+
+
+def library_head(x: Tensor, labels: Tensor, classes: int, **options: Any) -> Callable[[], Tensor]:
+    """A step of plsc.ClassParallelHead that gives its loss, made where it trains: its rows are not those of its seed."""
     with torch.device("meta"):
-        head = plsc.ClassParallelHead(
-            x.shape[1],
-            classes,
-            margin=plsc.ArcFace(SCALE, MARGIN),
-            comm=world(),
-            head_optimizer=plsc.SGD(LR, momentum=MOMENTUM),
-            **options,  # type: ignore[arg-type]
-        )
+        head = plsc.ClassParallelHead(x.shape[1], classes, margin=plsc.ArcFace(SCALE, MARGIN), comm=world(), **options)
     head.to_empty(device=x.device)
     for kept in head.row_state().values():
         kept.zero_()
@@ -167,9 +172,11 @@ def library_head(x: Tensor, labels: Tensor, classes: int, **options: object) -> 
         head.weight.normal_(std=0.05)
     leaf = x.float().requires_grad_()
 
-    def step() -> None:
+    def step() -> Tensor:
         leaf.grad = None
-        head(leaf, labels).backward()
+        loss: Tensor = head(leaf, labels)
+        loss.backward()
+        return loss.detach()
 
     return step
 
@@ -214,7 +221,8 @@ def check(device: torch.device, *, form: str = "fp32", batch: int = 33, classes:
     got, grad = head.step(x, labels)
     assert leaf.grad is not None and weight.grad is not None
     pairs = [(got, loss), (grad, leaf.grad), (head.velocity, weight.grad)]  # the first velocity is the gradient
-    return max(float((a.double() - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
+    errors = [float((a.double() - b.detach()).norm() / b.detach().norm()) for a, b in pairs]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf  # max() alone would drop a NaN
 
 
 def compare(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
@@ -226,46 +234,67 @@ def compare(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
             head = KernelHead(classes, args.dim, form="split", block=args.block, cache=cache, device=device)
             x, labels = make_batch(batch, args.dim, classes, head.kind, device)
             steps: dict[str, Step] = {
-                "products": products(x, head, num=3 if cache else 4),
+                "products": products(x, head.weight, block=args.block, num=3 if cache else 4),
                 "kernels": lambda head=head, x=x, labels=labels: head.step(x, labels),  # type: ignore[misc]
             }
             times = milliseconds(steps, args.rounds, device)
             for name, took in times.items():
-                note = (
-                    f"split weight, bf16 momentum, {'cached' if cache else 'recomputed'}" if name == "kernels" else ""
-                )
-                yield Row(name, batch, classes, took, took / times["products"], peak(device), note)
+                note = f"split weight, bf16 momentum, {'cached' if cache else 'recomputed'}"
+                judged = name == "kernels"
+                ratio = took / times["products"]
+                yield Row(name, batch, classes, took, ratio, peak(device), note if judged else "", judged)
             del steps, head
             free(device)
-            for form in () if classes > args.library_classes else ("fp32", "split"):
-                options: dict[str, object] = {"weight_dtype": form} if form != "fp32" else {}
-                took = milliseconds({"head": library_head(x, labels, classes, **options)}, args.rounds, device)["head"]
-                yield Row("head", batch, classes, took, took / times["products"], peak(device), f"{form} weight")
+            for form in () if classes > args.library_classes else FORMATS:
+                yield compare_library(x, labels, classes, form, times["products"], args, cache=cache)
                 free(device)
+
+
+def compare_library(
+    x: Tensor, labels: Tensor, classes: int, form: str, products_took: float, args: argparse.Namespace, *, cache: bool
+) -> Row:
+    """plsc.ClassParallelHead against the bf16 products, and against those of its own type, which is float32 (TF32)."""
+    options = library_options(form, block=args.block, cache_bytes=args.cache_gb * 1e9 if cache else 0)
+    wide, weight = x.float(), torch.zeros(classes, x.shape[1], device=x.device)
+    own = products(wide, weight, block=args.block, num=3 if cache and form != "fp32" else 4)
+    own_took = milliseconds({"own": own}, args.rounds, x.device)["own"]
+    del own, weight
+    free(x.device)
+    took = milliseconds({"head": library_head(x, labels, classes, **options)}, args.rounds, x.device)["head"]
+    note = f"{form} weight, {took / own_took:.2f} of the same products in float32"
+    return Row("head", len(x), classes, took, took / products_took, peak(x.device), note, judged=form == "bf16")
 
 
 def fit(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """The most classes that train three steps in each format: memory is asked for, then taken."""
     for form in FORMATS:
-        free(device)
-        available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 64e6
-        each = {"split": 6, "bf16": 4, "fp32": 8}[form] * args.dim + 4
-        width = 2 if form != "fp32" else 4
-        room = args.block * (args.batch_fit * (4 + width) + args.dim * 8) + 2e9 * (device.type == "cuda")
-        classes = int((available * 0.97 - room) / each)
-        if classes < 1:
-            continue
-        took, first, last = fit_one(classes, form, args, device)
-        note = f"{form}: {each} bytes a class, loss {first:.2f} -> {last:.2f}"
-        yield Row("fit", args.batch_fit, classes, took, math.nan, peak(device), note)
+        for what in ("kernels", "head"):
+            free(device)
+            available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 64e6
+            each = {"split": 6, "bf16": 4, "fp32": 8}[form] * args.dim + 4
+            width = 2 if what == "kernels" and form != "fp32" else 4
+            room = args.block * (args.batch_fit * (4 + width) + args.dim * 8) + 2e9 * (device.type == "cuda")
+            classes = int((available * 0.97 - room) / each)
+            if classes < 1:
+                continue
+            took, first, last = fit_one(what, classes, form, args, device)
+            note = f"{form}: {each} bytes a class, loss {first:.2f} -> {last:.2f}"
+            yield Row(what, args.batch_fit, classes, took, math.nan, peak(device), note, form == "bf16", last < first)
 
 
-def fit_one(classes: int, form: str, args: argparse.Namespace, device: torch.device) -> tuple[float, float, float]:
+def fit_one(
+    what: str, classes: int, form: str, args: argparse.Namespace, device: torch.device
+) -> tuple[float, float, float]:
     """Milliseconds of a step, and the losses of the first and the last of three."""
-    head = KernelHead(classes, args.dim, form=form, block=args.block, cache=False, device=device)
-    x, labels = make_batch(args.batch_fit, args.dim, classes, head.kind, device)
+    kind = torch.float32 if form == "fp32" else torch.bfloat16
+    x, labels = make_batch(args.batch_fit, args.dim, classes, kind, device)
+    if what == "kernels":
+        head = KernelHead(classes, args.dim, form=form, block=args.block, cache=False, device=device)
+        step: Callable[[], Tensor] = lambda: head.step(x, labels)[0]  # noqa: E731
+    else:
+        step = library_head(x, labels, classes, **library_options(form, block=args.block, cache_bytes=0))
     losses: list[Tensor] = []
-    took = milliseconds({"fit": lambda: losses.append(head.step(x, labels)[0])}, 2, device)["fit"]
+    took = milliseconds({"fit": lambda: losses.append(step())}, 2, device)["fit"]
     return took, float(losses[0]), float(losses[-1])
 
 

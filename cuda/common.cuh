@@ -8,6 +8,7 @@
 #define DEVICE __device__ __forceinline__
 #define SHARED_ARRAY(type, name, count) __shared__ type name[count]
 #define EXPORT_KERNEL(name)
+#define CHECK_ALIGNED(address, bytes)
 #endif
 
 typedef long long i64;
@@ -77,10 +78,17 @@ struct alignas(4 * sizeof(T)) Four {
   T v[4];
 };
 
+template <class T>
+DEVICE Four<T> load_four(const T* from) {
+  CHECK_ALIGNED(from, sizeof(Four<T>));
+  return *reinterpret_cast<const Four<T>*>(from);
+}
+
 // As one access. A compiler that finds the same stores one by one beside it would otherwise merge the two ways.
 template <class T>
 DEVICE void store_four(T* to, const Four<T>& four) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 2 || sizeof(T) == 1, "of 4, 2 or 1 bytes");
+  CHECK_ALIGNED(to, sizeof(Four<T>));
   if constexpr (sizeof(T) == 4) {
 #ifdef PLSC_SHIM
     *reinterpret_cast<Four<T>*>(to) = four;
@@ -100,7 +108,7 @@ DEVICE void store_four(T* to, const Four<T>& four) {
 template <class T>
 DEVICE void load4(const T* from, float* to, i64 left, bool packed) {
   if (packed) {
-    Four<T> four = *reinterpret_cast<const Four<T>*>(from);
+    Four<T> four = load_four(from);
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = widen(four.v[i]);
   } else {

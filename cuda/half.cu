@@ -29,11 +29,8 @@ DEVICE float power_of_two(const float* largest, bool down) {
   if (!largest) return 1.0f;
   float value = *largest;
   u32 bits = __float_as_uint(value) & 0x7fffffffu;
-  int exponent = 15;
-  if (bits >= 0x7f800000u) exponent = 0;
-  else if (bits >= 0x00800000u) exponent = 15 - (int(bits >> 23) - 126);
-  else if (bits) exponent = 15 - (-117 - __clz(int(bits)));  // subnormal: its leading bit counts
-  exponent = exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
+  int exponent = !bits ? 15 : bits >= 0x7f800000u ? 0 : 15 - (int(bits >> 23) - 126);
+  exponent = exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;  // so of subnormal numbers 126
   return __uint_as_float(u32(127 + (down ? -exponent : exponent)) << 23);
 }
 

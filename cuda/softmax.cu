@@ -5,6 +5,19 @@
 constexpr int ROWS = 4;   // samples of a thread block: they share the inverse norms it has read
 constexpr int PACKS = 4;  // groups of four classes of a thread
 
+// A grid is one number, samples first: blocks in y are at most 65535, which 300 million classes would exceed.
+struct Tile {
+  i64 group, chunk, chunks, first_class;  // which group of samples, which of how many chunks of classes
+
+  DEVICE Tile(i64 groups, i64 classes) {
+    i64 width = i64(blockDim.x) * 4 * PACKS;
+    group = blockIdx.x % u32(groups);
+    chunk = blockIdx.x / u32(groups);
+    chunks = (classes + width - 1) / width;
+    first_class = chunk * width;
+  }
+};
+
 // Four products of one sample to cosines and logits; gives which of the four is the own class, or -1.
 DEVICE int to_logits(float* cos, float* logit, const float* inv, i64 col, i64 own, float scale) {
 #pragma unroll
@@ -26,12 +39,13 @@ DEVICE void read_inverse(const float* inverse, float* inv, i64 col, i64 classes,
 
 // gradient: out = coefficient * exp(logit - shift), own entry = own_value, sums of out * cos. Else: out = exp(...), own
 // entry 0, sums of out. weigh: what is stored (not what is summed) is multiplied by the inverse norm.
-// partial: [N, gridDim.y], a column for each group of classes. out may be product itself.
+// partial: [N, chunks], a column for each group of classes. out may be product itself.
 template <class In, class Out, bool gradient>
 DEVICE void exponentials(const In* product, const float* inverse, const float* shift, const i64* place,
                          const float* coefficient, const float* own_value, Out* out, float* partial, i64 samples,
                          i64 classes, i64 start, float scale, int weigh, int aligned) {
-  i64 first = i64(blockIdx.x) * ROWS, begin = i64(blockIdx.y) * blockDim.x * 4 * PACKS;
+  Tile tile((samples + ROWS - 1) / ROWS, classes);
+  i64 first = tile.group * ROWS;
   float sums[ROWS], minus[ROWS], factor[ROWS], value[ROWS];
   i64 own[ROWS];
 #pragma unroll
@@ -45,7 +59,7 @@ DEVICE void exponentials(const In* product, const float* inverse, const float* s
   }
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
-    i64 col = begin + (i64(pack) * blockDim.x + threadIdx.x) * 4;
+    i64 col = tile.first_class + (i64(pack) * blockDim.x + threadIdx.x) * 4;
     if (col >= classes) break;
     bool packed = aligned && classes - col >= 4;
     float inv[4];
@@ -72,22 +86,23 @@ DEVICE void exponentials(const In* product, const float* inverse, const float* s
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     float total = block_sum(sums[r]);
-    if (threadIdx.x == 0 && first + r < samples) partial[(first + r) * gridDim.y + blockIdx.y] = total;
+    if (threadIdx.x == 0 && first + r < samples) partial[(first + r) * tile.chunks + tile.chunk] = total;
   }
 }
 
-// maxima and sums [N, gridDim.y]: of each group of classes the largest logit m and sum of exp(logit - m), own class
+// maxima and sums [N, chunks]: of each group of classes the largest logit m and sum of exp(logit - m), own class
 // left out; a group without a logit above -inf has sum 0. Nothing else is written.
 template <class In>
 DEVICE void online(const In* product, const float* inverse, const i64* place, float* maxima, float* sums, i64 samples,
                    i64 classes, i64 start, float scale, int aligned) {
   const float infinity = __uint_as_float(0x7f800000u);
-  i64 row = blockIdx.x, begin = i64(blockIdx.y) * blockDim.x * 4 * PACKS, own = place[row] - start;
+  Tile tile(samples, classes);
+  i64 row = tile.group, own = place[row] - start;
   float logits[PACKS * 4];
   float top = -infinity;
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
-    i64 col = begin + (i64(pack) * blockDim.x + threadIdx.x) * 4;
+    i64 col = tile.first_class + (i64(pack) * blockDim.x + threadIdx.x) * 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) logits[pack * 4 + i] = -infinity;
     if (col >= classes) continue;
@@ -109,8 +124,8 @@ DEVICE void online(const In* product, const float* inverse, const i64* place, fl
   for (int i = 0; i < PACKS * 4; ++i) sum += expf(logits[i] - shift);
   sum = block_sum(sum);
   if (threadIdx.x == 0) {
-    maxima[row * gridDim.y + blockIdx.y] = top;
-    sums[row * gridDim.y + blockIdx.y] = sum;
+    maxima[row * tile.chunks + tile.chunk] = top;
+    sums[row * tile.chunks + tile.chunk] = sum;
   }
 }
 

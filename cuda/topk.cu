@@ -36,18 +36,20 @@ DEVICE u64 block_best(u64 x) {
   return warp_best(lane < warps ? scratch[lane] : 0u);
 }
 
-// Candidates of a row: `before` of (scores, classes), then `count` of `found`, which are classes first, first + 1, ...
+// Candidates of a row: `before` of (scores, classes), but for those whose class is `filler`; then `count` of `found`,
+// which are classes first, first + 1, ...
 template <class T>
 struct Candidates {
   const T* scores;
   const i64* classes;
   const T* found;
-  i64 before, count, first;
+  i64 before, count, first, filler;
 
   // The best of this thread's candidates below `limit`, 0 if there is none.
   DEVICE u64 best_below(u64 limit) const {
     u64 best = 0u;
     for (i64 i = threadIdx.x; i < before; i += blockDim.x) {
+      if (classes[i] == filler) continue;
       u64 rank = rank_of(widen(scores[i]), u32(classes[i]));
       if (rank < limit && rank > best) best = rank;
     }
@@ -65,7 +67,9 @@ template <class T>
 DEVICE void merge(const T* scores, const i64* classes, const T* found, T* best_scores, i64* best_classes, i64 before,
                   i64 count, i64 first, i64 k, i64 filler) {
   i64 row = blockIdx.x;
-  Candidates<T> mine = {scores + row * before, classes + row * before, found + row * count, before, count, first};
+  Candidates<T> mine = {scores + row * before, classes + row * before, found + row * count,
+                        before,                count,                  first,
+                        filler};
   u64 own = mine.best_below(~u64(0));
   for (i64 i = 0; i < k; ++i) {
     u64 best = block_best(own);

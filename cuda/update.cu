@@ -38,8 +38,8 @@ struct Split {
   DEVICE float seen(float x) const { return __uint_as_float(__float_as_uint(x) & 0xffff0000u); }
   DEVICE void load(i64 at, float* x, i64 left, bool packed) const {
     if (packed) {
-      Four<bf16> upper = *reinterpret_cast<const Four<bf16>*>(w + at);
-      Four<u16> lower = *reinterpret_cast<const Four<u16>*>(low + at);
+      Four<bf16> upper = load_four(w + at);
+      Four<u16> lower = load_four(low + at);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(u32(upper.v[i].bits) << 16 | lower.v[i]);
     } else {
@@ -83,7 +83,7 @@ DEVICE void store_state(bf16* to, const float* x, const u32* random, i64 left, b
 
 DEVICE void load_bytes(const signed char* from, float scale, float* x, i64 left, bool packed) {
   if (packed) {
-    Four<signed char> four = *reinterpret_cast<const Four<signed char>*>(from);
+    Four<signed char> four = load_four(from);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = float(four.v[i]) * scale;
   } else {

@@ -10,12 +10,14 @@ be in flight when the other's verbs are issued.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL = 0.2  # seconds between two looks of the watchdog
+END = 10.0  # seconds to wait for its last look, which may ask who is to blame; an abort may never return
 
 
 def load_nccl() -> Any:
@@ -104,9 +107,9 @@ class Streams:
     def run(self, issue: Callable[[int], None], tensors: Sequence[Tensor]) -> Any:
         """Issues behind what the current stream has queued; gives the event of its end. Tensors outlive it."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
-        issue(self.side.cuda_stream)
         for tensor in tensors:
             tensor.record_stream(self.side)  # else the allocator gives their memory away when the caller lets go
+        issue(self.side.cuda_stream)
         event = torch.cuda.Event()
         event.record(self.side)
         return event
@@ -125,26 +128,26 @@ class Streams:
         self.side.synchronize()
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A verb that the device may not have finished."""
+@dataclass(eq=False)
+class _Verb:
+    """A verb under way; its event is there once the host has issued it, which may take as long as it likes, too."""
 
-    event: Any
-    deadline: float
+    comm: CupyNcclCommunicator
     call: Call
     number: int
-    comm: CupyNcclCommunicator
+    deadline: float
+    event: Any = None
 
 
 class Session:
-    """What communicators split from one another share: the watchdog, and whether a verb has failed."""
+    """What communicators split from one another share: the watchdog, and the failure that ends all of them."""
 
     def __init__(self, nccl: Any, *, timeout: float, heartbeat: Heartbeat | None = None) -> None:
         self.nccl, self.timeout, self.heartbeat = nccl, timeout, heartbeat
         self.lock = threading.Lock()  # no handle is destroyed while the watchdog looks at it
         self.failure: CommError | None = None
-        self.comms: weakref.WeakSet[CupyNcclCommunicator] = weakref.WeakSet()
-        self._pending: list[_Pending] = []
+        self._comms: weakref.WeakSet[CupyNcclCommunicator] = weakref.WeakSet()
+        self._pending: list[_Verb] = []  # the oldest first
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -152,43 +155,86 @@ class Session:
         if self.failure is not None:
             raise self.failure
 
-    def watch(self, event: Any, call: Call, number: int, comm: CupyNcclCommunicator) -> None:
-        """From now on a verb must end in time."""
+    def enter(self, comm: CupyNcclCommunicator) -> None:
+        """The watchdog lives until every communicator that has entered has left."""
         with self.lock:
-            self._pending.append(_Pending(event, time.monotonic() + self.timeout, call, number, comm))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="plsc nccl watchdog", daemon=True)
-            self._thread.start()
+            self.raise_if_failed()
+            self._comms.add(comm)
+
+    def leave(self, comm: CupyNcclCommunicator) -> None:
+        """Destroys a communicator, whose verbs are done or no longer of interest."""
+        try:
+            with self.lock:
+                self._comms.discard(comm)
+                self._pending = [verb for verb in self._pending if verb.comm is not comm]
+                if self.failure is None:
+                    comm.handle.destroy()
+        finally:
+            if not self._comms:
+                self.stop()
+
+    def watch(self, call: Call, number: int, comm: CupyNcclCommunicator) -> _Verb:
+        """From now on a verb must end in time, and so must the host's calls that issue it."""
+        with self.lock:
+            self.raise_if_failed()
+            verb = _Verb(comm, call, number, time.monotonic() + self.timeout)
+            self._pending.append(verb)
+            if self._thread is None:
+                self._start()
+        return verb
 
     def look(self, now: float) -> None:
-        """Forgets the verbs that are done; an error of NCCL's or an overdue verb aborts every communicator."""
-        with self.lock:
-            self._pending = [verb for verb in self._pending if not verb.event.query()]
-            if not self._pending or self.failure is not None:
-                return
-            blamed, why = self._pending[0], ""
-            for verb in self._pending:
-                try:
-                    verb.comm.handle.check_async_error()
-                except Exception as error:
-                    blamed, why = verb, str(error) or type(error).__name__
-                    break
-            if not why and now > blamed.deadline:
-                why = f"not finished within {self.timeout:g} s"
-            if why:
-                self.failure = blamed.comm.failed(blamed.call, blamed.number, why)
-                log.error("%s", self.failure)
-                self.abort()
+        """Forgets the verbs that are done; an overdue one, or any error, is everybody's failure."""
+        try:
+            with self.lock:
+                fault = self._find_fault(now)
+            if fault is not None:
+                verb, why = fault
+                self.fail(verb.comm.failed(verb.call, verb.number, why))
+        except Exception as error:  # a watchdog that died unseen would watch nothing
+            self.fail(CommError(f"NCCL's verbs cannot be watched any more: {_text(error)}"))
 
-    def abort(self) -> None:
-        """All communicators at once: one that lives on could hang the device for ever."""
-        for comm in list(self.comms):
-            comm.abort()
+    def fail(self, failure: CommError) -> CommError:
+        """Aborts all communicators, for one that lives on could hang the device for ever; gives the first failure."""
+        with self.lock:
+            if self.failure is not None:
+                return self.failure
+            self.failure = failure  # from now on nothing is destroyed
+            comms = list(self._comms)
+            self._pending.clear()
+        log.error("%s", failure)
+        for comm in comms:
+            try:
+                comm.handle.abort()
+            except Exception as error:
+                log.error("NCCL's communicator %s could not be aborted: %s", comm.label, _text(error))
+        return failure
 
     def stop(self) -> None:
+        """Ends the watchdog: Python must not end while a thread of its own is in CUDA."""
         self._end.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        atexit.unregister(self.stop)
+        if self._thread is not None:
+            self._thread.join(END)
+
+    def _find_fault(self, now: float) -> tuple[_Verb, str] | None:
+        left = []
+        for verb in self._pending:
+            try:
+                if verb.event is None or not verb.event.query():
+                    verb.comm.handle.check_async_error()
+                    left.append(verb)
+            except Exception as error:
+                return verb, _text(error)
+        self._pending = left
+        if left and now > left[0].deadline:
+            return left[0], f"not finished within {self.timeout:g} s"
+        return None
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="plsc nccl watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
 
     def _run(self) -> None:
         while not self._end.wait(POLL) and self.failure is None:
@@ -217,7 +263,7 @@ class CupyNcclCommunicator(Communicator):
             "cupy_nccl", control.rank, world_size=control.world_size, device=device, members=control.members
         )
         self.handle, self._session, self._streams = handle, session, streams
-        self._control, self._label = control, label
+        self._control, self.label = control, label
         self._number = self._splits = 0
         nccl = session.nccl
         self._types = {
@@ -231,7 +277,7 @@ class CupyNcclCommunicator(Communicator):
             torch.int64: nccl.NCCL_INT64,
         }
         self._ops = {"sum": nccl.NCCL_SUM, "max": nccl.NCCL_MAX, "min": nccl.NCCL_MIN}
-        session.comms.add(self)
+        session.enter(self)
 
     @classmethod
     def connect(cls, *, timeout: float, init_timeout: float) -> Communicator:
@@ -347,9 +393,7 @@ class CupyNcclCommunicator(Communicator):
         return self._run(Call.of("broadcast", x, root=root), issue, lambda: x, x)
 
     def _barrier(self) -> None:
-        self._session.raise_if_failed()
-        self._streams.synchronize()
-        self._session.raise_if_failed()  # what ended the wait may have been an abort
+        self._drain("barrier")
         self._control.barrier()
 
     def _gather_objects(self, obj: object) -> list[Any]:
@@ -359,10 +403,10 @@ class CupyNcclCommunicator(Communicator):
         """NCCL wants nothing in flight on the communicator that is split. One group of all ranks is a lane."""
         self._session.raise_if_failed()
         index = next(i for i, group in enumerate(groups) if self.rank in group)
-        label = f"{self._label}/{self._splits}.{index}"
+        label = f"{self.label}/{self._splits}.{index}"
         self._splits += 1
         control = self._control.split(groups)
-        self._streams.synchronize()
+        self._drain("split")
         streams = self._streams.lane() if len(groups) == 1 else self._streams
 
         def split_here() -> Any:
@@ -370,7 +414,10 @@ class CupyNcclCommunicator(Communicator):
                 torch.cuda.set_device(self.device)  # of this thread, too
             return self.handle.commSplit(index, groups[index].index(self.rank))
 
-        handle = in_time(self._session.timeout, split_here)
+        try:
+            handle = in_time(self._session.timeout, split_here)
+        except CommError as error:
+            raise self._session.fail(error) from error
         kept = {"session": self._session, "streams": streams, "control": control}
         return type(self)(handle, device=self.device, label=label, **kept)
 
@@ -379,36 +426,27 @@ class CupyNcclCommunicator(Communicator):
         if self.closed:
             return
         super().close()
-        if self._session.failure is None:
-            self._streams.synchronize()
-            self._session.look(time.monotonic())  # forgets this one's verbs
-        with self._session.lock:
-            self._session.comms.discard(self)
-            if self._session.failure is None:
-                self.handle.destroy()
-        if self._session.heartbeat is not None:
-            self._session.heartbeat.forget(self._key)
-        if self._label == "world":
-            self._session.stop()
-        self._control.close()
+        session = self._session
+        with ExitStack() as ends:  # all of them, the last first, whichever fails
+            ends.callback(self._control.close)
+            if session.heartbeat is not None:
+                ends.callback(session.heartbeat.forget, self._key)
+            ends.callback(session.leave, self)
+            if session.failure is None:
+                self._drain("close")
 
     # ---- failures
-
-    def abort(self) -> None:
-        """Ends what hangs on the device; the communicator is of no more use."""
-        self._session.comms.discard(self)
-        self.handle.abort()
 
     def failed(self, call: Call, number: int, why: str) -> CommError:
         """What to raise for a verb, with who is to blame as far as the signs of life tell."""
         heartbeat = self._session.heartbeat
         who = "" if heartbeat is None else f": {heartbeat.explain(self._key, self.members)}"
-        where = "" if self._label == "world" else f" among ranks {list(self.members)}"
+        where = "" if self.label == "world" else f" among ranks {list(self.members)}"
         return CommError(f"{call} (verb {number} of rank {self.members[self.rank]}{where}) failed{who}. Cause: {why}")
 
     @property
     def _key(self) -> str:
-        return f"cupy_nccl/{self._label}"
+        return f"cupy_nccl/{self.label}"
 
     def _run(self, call: Call, issue: Callable[[int], None], finish: Callable[[], T], *tensors: Tensor) -> Work[T]:
         """Issues a verb on the stream of verbs; finish() makes the result, on the caller's stream."""
@@ -417,19 +455,33 @@ class CupyNcclCommunicator(Communicator):
         number, self._number = self._number, self._number + 1
         if session.heartbeat is not None:
             session.heartbeat.note(self._key, number, call)
+        verb = session.watch(call, number, self)
         try:
-            event = self._streams.run(issue, tensors)
-        except RuntimeError as error:  # CuPy's NcclError is one
-            session.raise_if_failed()
-            raise self.failed(call, number, str(error)) from error
-        session.watch(event, call, number, self)
+            verb.event = self._streams.run(issue, tensors)
+        except Exception as error:
+            raise self._give_up(call, number, error) from error
+        session.raise_if_failed()  # what ended the host's call may have been an abort
 
         def wait() -> T:
             session.raise_if_failed()
-            self._streams.wait(event)
+            self._streams.wait(verb.event)
             return finish()
 
         return Work(wait)
+
+    def _drain(self, verb: str) -> None:
+        """Blocks the host until the caller's stream and that of verbs are done."""
+        self._session.raise_if_failed()
+        try:
+            self._streams.synchronize()
+        except Exception as error:
+            raise self._give_up(Call(verb), self._number, error) from error
+        self._session.raise_if_failed()  # what ended the wait may have been an abort
+
+    def _give_up(self, call: Call, number: int, error: Exception) -> CommError:
+        """What to raise: the failure that led to this error, or this one, which is everybody's from now on."""
+        session = self._session
+        return session.failure or session.fail(self.failed(call, number, _text(error)))
 
 
 class _Group:
@@ -452,3 +504,7 @@ def _byte_ends(x: Tensor, sizes: Sequence[int]) -> list[int]:
     for size in sizes:
         ends.append(ends[-1] + size * row)
     return ends
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,5 +1,6 @@
 """How click logs are written: columns of text, LibSVM, multi-slot text; from lines to arrays of hashed ids."""
 
+import codecs
 import csv
 import gzip
 import hashlib
@@ -55,7 +56,8 @@ class _Ids(dict[str | None, int]):
             return 0  # no id: what a sparse layer's padding_key=0 leaves out
         if len(self) >= self._most:
             self.clear()
-        digest = hashlib.blake2b((self._prefix + token).encode(), digest_size=8).digest()
+        data = (self._prefix + token).encode("utf-8", "surrogateescape")  # bytes that are no text, as they came
+        digest = hashlib.blake2b(data, digest_size=8).digest()
         known = self[token] = int.from_bytes(digest, "little", signed=True)
         return known
 
@@ -87,9 +89,12 @@ def num_ids(format: Format) -> int:
 def parse_lines(format: Format, lines: Sequence[str], hasher: Hasher) -> Parsed:
     """Lines one by one, in Python: what every format can do."""
     good, clicked, dense, tokens, bad = [], [], [], [], []
+    largest = float(np.finfo(np.float32).max)
     for i, line in enumerate(lines):
         try:
             row = format.parse(line)
+            if not all(-largest <= x <= largest for x in row[1]):
+                raise ValueError("got a number that is not finite as float32")
         except ValueError as error:
             bad.append((i, str(error)))
             continue
@@ -117,6 +122,8 @@ class Lines:
 
     def __init__(self, path: str, header: bool) -> None:
         self._file = gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")  # noqa: SIM115
+        if self._file.peek(3).startswith(codecs.BOM_UTF8):
+            self._file.read(3)
         if header:
             self._file.readline()
 
@@ -144,7 +151,7 @@ class Lines:
 
 
 def split_lines(data: bytes) -> list[str]:
-    return [line.rstrip("\r") for line in data.decode("utf-8", "replace").removesuffix("\n").split("\n")]
+    return [line.rstrip("\r") for line in data.decode("utf-8", "surrogateescape").removesuffix("\n").split("\n")]
 
 
 @dataclass(frozen=True)
@@ -224,8 +231,10 @@ class Columns:
 
     def _read(self, arrow: Any, reader: Any, lines: list[bytes], hasher: Hasher) -> Parsed | None:
         """By pyarrow; None where a line or a value needs a closer look."""
-        data = b"\n".join(lines)
+        data = b"\n".join(lines) + b"\n"
         if set(self.dense) & {self.label, *self.sparse} or data.count(b"\r") != data.count(b"\r\n"):
+            return None
+        if data.startswith(codecs.BOM_UTF8):  # pyarrow would drop it, in the middle of a file too
             return None
         named = [f"f{i}" for i in range(self.num_columns)]
         used = [f"f{i}" for i in sorted({self.label, *self.dense, *self.sparse})]
@@ -273,19 +282,38 @@ def _joined(one: Parsed, places: Sequence[int], other: Parsed, other_places: Seq
 
 
 def dictionary(column: Any) -> tuple[list[str], np.ndarray]:
-    """The different values of an Arrow column as strings, and which one each row has."""
-    encoded = column.combine_chunks().dictionary_encode()
+    """The different values of an Arrow column as strings, and which one each row has.
+
+    A value's string is a matter of the value and the column's type alone: missing "", true 1, whole floats as integers,
+    other floats in their fewest digits, bytes as UTF-8, dates and times as Arrow writes them.
+    """
+    types = importlib.import_module("pyarrow").types
+    if types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if types.is_temporal(column.type):
+        column = column.cast("string")
+    encoded = column.combine_chunks().dictionary_encode(null_encoding="encode")
     if hasattr(encoded, "chunks"):
         encoded = encoded.combine_chunks()
     values = encoded.dictionary.to_pylist()
-    words = [value.decode("utf-8", "replace") if isinstance(value, bytes) else _text(value) for value in values]
+    if types.is_floating(column.type):
+        narrow = column.type.to_pandas_dtype()  # 0.1 as a float32 is 0.1, not what it is as a float64
+        words = ["" if value is None else _float_text(narrow(value)) for value in values]
+    else:
+        words = [_text(value) for value in values]
     return words, encoded.indices.to_numpy(zero_copy_only=False)
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(int(value))
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    if value is None:
+        return ""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _float_text(value: Any) -> str:
+    return str(int(value)) if float(value).is_integer() else str(value)
 
 
 @dataclass(frozen=True)
@@ -293,8 +321,11 @@ class LibSVM:
     """Lines `label index:1 index:1 ...`, label 1 or not, at most num_slots features; fewer are filled up as missing."""
 
     num_slots: int
-    num_dense: int = 0
     header: bool = False
+
+    @property
+    def num_dense(self) -> int:
+        return 0
 
     def parse(self, line: str) -> Row:
         label, *words = line.split()

@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,30 +34,46 @@ class Parquet:
         raise ValueError("Parquet has no lines")
 
     def open(self, path: str) -> "ParquetRows":
-        return ParquetRows(path, [self.label, *self.dense, *self.sparse])
+        return ParquetRows(path, [self.label, *self.dense, *self.sparse], num_numbers=1 + self.num_dense)
 
     def parse_block(self, data: bytes, hasher: Hasher) -> Parsed:
         table = importlib.import_module("pyarrow").ipc.open_stream(data).read_all()
-        label = table.column(0).cast("float64").fill_null(-1.0).to_numpy()
+        label = _numbers(table.column(0), -1.0)
         dense = np.empty((len(table), self.num_dense), np.float64)
         for i in range(self.num_dense):
-            dense[:, i] = table.column(1 + i).cast("float64").fill_null(0.0).to_numpy()
+            dense[:, i] = _numbers(table.column(1 + i), 0.0)
         finite = np.isfinite(dense).all(axis=1)
         good = np.flatnonzero(((label == 0) | (label == 1)) & finite)
         ids = np.empty((len(table), self.num_slots), np.int64)
         for slot in range(self.num_slots):
-            column = table.column(1 + self.num_dense + slot)
-            tokens, where = dictionary(column.cast("string").fill_null("") if column.null_count else column)
+            tokens, where = dictionary(table.column(1 + self.num_dense + slot))
             ids[:, slot] = hasher.column(slot, (token.strip() for token in tokens))[where]
         whys = np.where(finite, "its label is not 0 or 1", "got a number that is not finite")
         bad = [(int(i), str(whys[i])) for i in np.setdiff1d(np.arange(len(table)), good)]
         return Parsed(good, scaled(dense[good]), ids[good], label[good].astype(np.float32), bad)
 
 
-class ParquetRows:
-    """A Parquet file's rows, some columns of them, a few thousand in memory at a time."""
+def _numbers(column: Any, missing: float) -> np.ndarray:
+    """float64 [n]; NaN for text that is no number."""
+    arrow = importlib.import_module("pyarrow")
+    try:
+        return column.cast("float64").fill_null(missing).to_numpy()
+    except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError):
+        words, at = dictionary(column)
+        return np.array([_number(word, missing) for word in words], np.float64)[at]
 
-    def __init__(self, path: str, columns: Sequence[str]) -> None:
+
+def _number(word: str, missing: float) -> float:
+    try:
+        return float(word) if word.strip() else missing
+    except ValueError:
+        return math.nan
+
+
+class ParquetRows:
+    """A Parquet file's rows, some columns of them (numbers first), a few thousand in memory at a time."""
+
+    def __init__(self, path: str, columns: Sequence[str], num_numbers: int) -> None:
         try:
             parquet = importlib.import_module("pyarrow.parquet")
         except ImportError as error:
@@ -66,17 +83,32 @@ class ParquetRows:
         self._arrow = importlib.import_module("pyarrow")
         try:
             self._file = parquet.ParquetFile(path)
-        except self._arrow.ArrowInvalid as error:
+        except (self._arrow.ArrowException, OSError) as error:
             raise ValueError(f"{path} is no Parquet file ({error}); check the format, or take another copy") from None
+        self._path = path
         missing = [name for name in columns if name not in self._file.schema_arrow.names]
         if missing:
             known = ", ".join(self._file.schema_arrow.names)
             raise ValueError(f"{path}: got no column {', '.join(missing)}; expected some of {known}")
+        self._check_columns(columns, num_numbers)
         self._columns = list(columns)
         self._batches: Iterator[Any] | None = None
         self._left: Any = None
         self._group = 0
         self._size, self._taken = os.path.getsize(path), 0
+
+    def _check_columns(self, columns: Sequence[str], num_numbers: int) -> None:
+        schema, types = self._file.schema_arrow, self._arrow.types
+        for i, name in enumerate(columns):
+            if schema.names.count(name) > 1:
+                raise ValueError(f"{self._path}: got two columns {name}, expected one; rename one of them")
+            kind = schema.field(name).type
+            kind = kind.value_type if types.is_dictionary(kind) else kind
+            if types.is_nested(kind) or (i < num_numbers and types.is_temporal(kind)):
+                raise ValueError(
+                    f"{self._path}: got column {name} of {kind}, expected "
+                    f"{'numbers' if i < num_numbers else 'one string or number in each row'}; convert it first"
+                )
 
     def take(self, count: int) -> Any:
         """Up to so many rows as an Arrow table; of no rows at the end."""
@@ -116,7 +148,10 @@ class ParquetRows:
         if self._batches is None:
             groups = list(range(self._group, self._file.num_row_groups))
             self._batches = self._file.iter_batches(16_384, row_groups=groups, columns=self._columns)
-        batch = next(self._batches, None)
+        try:
+            batch = next(self._batches, None)
+        except (self._arrow.ArrowException, OSError) as error:
+            raise ValueError(f"{self._path} is damaged ({error}); take another copy") from None
         return None if batch is None else batch.select(self._columns)
 
     def pack(self, table: Any, wanted: np.ndarray) -> tuple[bytes, np.ndarray]:

@@ -73,7 +73,7 @@ class Clicks:
 
     ids are 64-bit hashes of the tokens, in the whole range of int64: keys for a sparse table. Malformed lines are left
     out (a batch is shorter for it), counted in `malformed`, the first ones logged with file and line; above one in a
-    hundred it is a ValueError. In memory are a window of rows a reader, twice over.
+    hundred it is a ValueError. Iterating again after a break goes on behind the last batch given. In memory are a window of rows a reader, twice over.
     """
 
     def __init__(
@@ -91,11 +91,13 @@ class Clicks:
         test_share: float = 0.1,
     ) -> None:
         listed = [paths] if isinstance(paths, str | PathLike) else list(paths)
-        self.files = [file for path in listed for file in sorted(glob.glob(fspath(path)))]
+        self.files = [file for path in listed for file in _named(fspath(path))]
         if not self.files:
             raise ValueError(
                 f"got {', '.join(fspath(path) for path in listed) or 'no paths'}, which names no file; check the path"
             )
+        if folders := [file for file in self.files if os.path.isdir(file)]:
+            raise ValueError(f"got {folders[0]}, which is a directory; expected files, such as {folders[0]}/*")
         for name, value, least in (("batch_size", batch_size, 1), ("shuffle", shuffle, 0), ("readers", readers, 1)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: got {value!r}, expected a whole number, at least {least}")
@@ -109,12 +111,11 @@ class Clicks:
         self.split, self.test_share = split, test_share
         lines = shuffle or (LEAST_WINDOW if readers > 1 else 0)
         self.window = max(1, lines // batch_size) * batch_size  # records read and mixed at a time: whole batches
-        self.epoch = 0
+        self.epoch = self.malformed = self._lines = 0
         self._parser = _Parser(format, slots, self.window if shuffle else 0, seed)
         self._restart()
 
     def _restart(self) -> None:
-        self.malformed = self._lines = 0
         self._next = 0  # the first window that was not given out wholly
         self._places: dict[int, tuple[int, int]] = {0: (0, 0)}  # file and line where windows from there on start
         self._ahead: dict[int, int] = {}  # of it and later ones: batches that were given out, -1 for all
@@ -155,26 +156,31 @@ class Clicks:
             "place": list(self._places[self._next]),
             "ahead": [[k, given, *self._counts[k]] for k, given in sorted(self._ahead.items())],
             "counts": list(self._sure),
+            "pass": self._pass(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if missing := [name for name in self.state_dict() if name not in state]:
+            raise ValueError(f"got a place without {', '.join(missing)}, expected what state_dict() gives")
         if state["window"] != self.window:
             raise ValueError(
                 f"got a place among windows of {state['window']} lines, expected {self.window}; "
                 "use the same batch_size and shuffle, and several readers where there were several"
             )
-        if state["place"][0] > len(self.files):
+        for name, value in self._pass().items():
+            if (told := state["pass"].get(name)) != value:
+                raise ValueError(f"got a place in a pass with {name} {told}, expected {value}; use the same {name}")
+        if not 0 <= state["place"][0] <= len(self.files) or state["place"][1] < 0:
             raise ValueError(
-                f"got a place in file {state['place'][0]}, expected one of the {len(self.files)} files given"
+                f"got a place in file {state['place'][0]}, line {state['place'][1]}, expected one of the {len(self.files)} files given"
             )
         self._restart()
         self.epoch, self._next = state["epoch"], state["next"]
         self._places = {self._next: (state["place"][0], state["place"][1])}
         self._ahead = {k: given for k, given, *_ in state["ahead"]}
         self._sure = (state["counts"][0], state["counts"][1])
-        # Windows that were given out in part are read, and counted, again.
-        self._counts = {k: (bad, lines) for k, given, bad, lines in state["ahead"] if given == -1}
-        self.malformed, self._lines = (sum(column) for column in zip(self._sure, *self._counts.values(), strict=True))
+        self._counts = {k: (bad, lines) for k, _, bad, lines in state["ahead"]}
+        self.malformed, self._lines = self._counted()
 
     def progress(self) -> float:
         """About what share of the pass was given out."""
@@ -182,18 +188,29 @@ class Clicks:
         return min(1.0, self._bytes / total) if total else 0.0
 
     def counts(self) -> tuple[int, int]:
-        """Malformed lines and all lines of this pass so far."""
+        """Malformed lines and all lines of this pass so far; of the last one, until the next begins."""
         return self.malformed, self._lines
 
     # ---- inside
 
+    def _pass(self) -> dict[str, Any]:
+        """What decides which lines a pass gives, in which order."""
+        names = [os.path.basename(file) for file in self.files]
+        shuffled = {"shuffle": self.shuffle, "seed": self.seed}
+        return {**shuffled, "split": self.split, "test_share": self.test_share, "slots": self.slots, "files": names}
+
+    def _counted(self) -> tuple[int, int]:
+        """Malformed lines and all lines of the windows that were read; one that is read again counts once."""
+        bad, lines = zip(self._sure, *self._counts.values(), strict=True)
+        return sum(bad), sum(lines)
+
     def _note(self, k: int, read: Read) -> None:
-        for file, number, why in read.bad[: max(0, 5 - self.malformed)]:
+        self._counts.pop(k, None)
+        for file, number, why in read.bad[: max(0, 5 - self._counted()[0])]:
             line = number + 1 + int(self.format.header)
             logger.warning("%s, line %d is malformed: %s", self.files[file], line, why)
-        self.malformed += len(read.bad)
-        self._lines += read.lines
         self._counts[k] = (len(read.bad), read.lines)
+        self.malformed, self._lines = self._counted()
         self._judge(final=False)
 
     def _finish(self, k: int) -> None:
@@ -303,6 +320,11 @@ class Clicks:
             x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
         test = (x >> np.uint64(11)).astype(np.float64) / 2.0**53 < self.test_share
         return test if self.split == "test" else ~test
+
+
+def _named(path: str) -> list[str]:
+    """A file under its own name, whatever characters that has, or those that a pattern matches."""
+    return [path] if os.path.exists(path) else sorted(glob.glob(path))
 
 
 class _Parser:

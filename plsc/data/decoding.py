@@ -34,9 +34,10 @@ def decode_image(data: bytes, image_size: int, channels: int = 3, *, name: Name 
     """
     _refuse_costly(data, name)
     mode = "RGB" if channels == 3 else "L"
-    image = _decode_jpeg(data, image_size, name) if channels == 3 and data[:2] == _JPEG else None
-    if image is None:
-        image = _open_image(data, mode, image_size, name)[0]
+    pixels = _decode_jpeg(data, image_size, name) if channels == 3 and data[:2] == _JPEG else None
+    if pixels is not None and pixels.shape[:2] == (image_size, image_size):
+        return pixels
+    image = _open_image(data, mode, image_size, name)[0] if pixels is None else Image.fromarray(pixels)
     if image.size != (image_size, image_size):
         image = image.resize((image_size, image_size), Image.Resampling.BILINEAR)
     return np.asarray(image).reshape(image_size, image_size, channels)
@@ -71,7 +72,7 @@ def _open_image(data: bytes, mode: str, image_size: int | None, name: Name) -> t
     return (image if plain else _convert(image, mode, name, depth=data[24] if kind.startswith("PNG") else 8)), kind
 
 
-def _decode_jpeg(data: bytes, image_size: int, name: Name) -> Image.Image | None:
+def _decode_jpeg(data: bytes, image_size: int, name: Name) -> NDArray[np.uint8] | None:
     """A plain JPEG in RGB, at the scale that Pillow's draft takes; None where Pillow has to look: EXIF, CMYK, error."""
     simplejpeg, most = _simplejpeg(), Image.MAX_IMAGE_PIXELS
     if simplejpeg is None or b"Exif\0\0" in data:
@@ -82,10 +83,11 @@ def _decode_jpeg(data: bytes, image_size: int, name: Name) -> Image.Image | None
             return None
         scale = next((scale for scale in (8, 4, 2) if min(height, width) >= scale * image_size), 1)
         size = {"min_height": -(-height // scale), "min_width": -(-width // scale)}
-        return Image.fromarray(simplejpeg.decode_jpeg(data, "RGB", min_factor=scale, **size))
+        pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB", min_factor=scale, **size)
     except ValueError as error:
         _refuse_damage(str(error), name)
         return None
+    return pixels
 
 
 def jpeg_warning(data: bytes) -> str:

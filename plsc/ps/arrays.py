@@ -12,9 +12,15 @@ def as_numpy(x: Array, what: str) -> np.ndarray:
     if isinstance(x, torch.Tensor):
         if x.device.type != "cpu":
             raise ValueError(f"{what}: got a tensor on {x.device}, expected one on the CPU; call .cpu() first")
+        if x.layout != torch.strided or x.is_quantized:
+            raise ValueError(f"{what}: got a tensor of layout {x.layout}, expected a dense one; call .to_dense() first")
+        if x.dtype == torch.bfloat16:  # numpy has none
+            raise ValueError(f"{what}: got dtype {x.dtype}, expected float32; call .float() first")
         return x.detach().numpy()
-    if not isinstance(x, np.ndarray):
-        raise ValueError(f"{what}: got {type(x).__name__}, expected a numpy array or a torch tensor")
+    if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
+        raise ValueError(
+            f"{what}: got {type(x).__name__}, expected a numpy array (a masked one: .compressed()) or a torch tensor"
+        )
     return x
 
 
@@ -37,6 +43,13 @@ def as_floats(x: Array, shape: tuple[int, ...], what: str) -> np.ndarray:
     if array.shape != shape:
         raise ValueError(f"{what}: got shape {array.shape}, expected {shape}: a row for every key")
     return np.ascontiguousarray(array)
+
+
+def as_counts(x: Array, shape: tuple[int, ...]) -> np.ndarray:
+    array = as_floats(x, shape, "shows or clicks")
+    if not (np.isfinite(array) & (array >= 0)).all():
+        raise ValueError("shows or clicks: got a NaN, an infinity or less than 0 among them, expected counts")
+    return array
 
 
 def empty_like_kind(kind: Array, shape: tuple[int, ...]) -> tuple[Array, np.ndarray]:

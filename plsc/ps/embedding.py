@@ -37,15 +37,18 @@ class _Pulled(torch.autograd.Function):
 
 
 class SparseEmbedding(nn.Module):
-    """nn.EmbeddingBag over a table's keys: forward(ids, offsets, weights) as there, and without a vocabulary's size.
+    """nn.EmbeddingBag over a table's keys: forward(input, offsets, per_sample_weights) as there, of any vocabulary.
 
-    ids (int64, uint64) 1-D with offsets [B], or a list of B tensors: bags of any length -> [B, dim].
-    ids 2-D [B, L]: rows are bags -> [B, dim].
-    ids 3-D [B, S, L]: S slots of L ids -> [B, S, dim]. pooling "none": any shape -> [*shape, dim].
-    ids equal to padding_key count for nothing. weights: ids' shape, with pooling "sum" only.
+    input: ids (int64, int32, uint64), 1-D with offsets [B], or a list of B tensors: bags of any length -> [B, dim].
+    2-D [B, L]: rows are bags -> [B, dim].
+    3-D [B, S, L]: S slots of L ids -> [B, S, dim]. pooling "none": any shape -> [*shape, dim].
+    ids equal to padding_key count for nothing and get no row. per_sample_weights: ids' shape, with pooling "sum" only.
 
-    The table's rule steps rows inside backward, so only the dense weights go to an optimizer. In eval(), and where no
-    gradient is recorded, nothing is created. Rows are saved by `table.save`; state_dict tells which save.
+    The table's rule steps rows inside backward, so only the dense weights go to an optimizer: a row steps once for each
+    call of the layer that used it, so join the ids of one training step in one call. In eval(), frozen by
+    requires_grad_(False) (the layer's own), and where no gradient is recorded, nothing is created or trained. Rows are
+    saved by `table.save`; state_dict tells which save, and torch.save takes that, not the layer. torch.compile leaves
+    the layer as it is and compiles around it.
     """
 
     _anchor: Tensor
@@ -59,6 +62,7 @@ class SparseEmbedding(nn.Module):
         self.table = table
         self.pooling = pooling
         self.padding_key = None if padding_key is None else _as_signed(padding_key)
+        self._frozen = False
         self.grad_scale = 1.0  # with torch.amp.GradScaler set it to scaler.get_scale() before backward
         self.register_buffer("_anchor", torch.zeros((), requires_grad=True), persistent=False)
 
@@ -83,47 +87,63 @@ class SparseEmbedding(nn.Module):
         return cls(table, pooling=bag.mode, padding_key=bag.padding_idx)
 
     def forward(
-        self, ids: Tensor | Sequence[Tensor], offsets: Tensor | None = None, weights: Tensor | None = None
+        self,
+        input: Tensor | Sequence[Tensor],
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        if not isinstance(ids, Tensor):
-            ids, offsets = _joined(ids, offsets)
+        ids, offsets = (input, offsets) if isinstance(input, Tensor) else _joined(input, offsets)
         if ids.dtype == torch.uint64:
             ids = ids.view(torch.int64)
+        elif ids.dtype == torch.int32:
+            ids = ids.long()
+        weights = per_sample_weights
         self._check(ids, offsets, weights)
         unique, at = torch.unique(ids, return_inverse=True)  # [K], ids' shape
+        if self.padding_key is not None:
+            counts = unique != self.padding_key
+            unique = unique[counts]
+            at = torch.where(counts, counts.cumsum(0) - 1, len(unique))[at]  # padding is after the last row
         rows = self._rows(unique.cpu(), ids.device)  # [K, dim]
-        counts = None if self.padding_key is None else ids != self.padding_key
+        if self.padding_key is not None:
+            rows = torch.cat([rows, rows.new_zeros(1, self.table.dim)])
         if self.pooling == "none":
-            out = F.embedding(at, rows)
-            return out if counts is None else out * counts.unsqueeze(-1)
+            return F.embedding(at, rows)
         if ids.ndim == 1:
-            return self._bags(at, rows, offsets, weights, counts)
-        flat = [None if x is None else x.reshape(-1) for x in (weights, counts)]
+            return self._bags(at, rows, offsets, weights)
+        flat = None if weights is None else weights.reshape(-1)
         length = ids.shape[-1]
         starts = torch.arange(0, ids.numel(), max(length, 1), device=ids.device)
         if length == 0:
             starts = torch.zeros(ids.shape[:-1].numel(), dtype=torch.int64, device=ids.device)
-        return self._bags(at.reshape(-1), rows, starts, *flat).reshape(*ids.shape[:-1], self.table.dim)
+        return self._bags(at.reshape(-1), rows, starts, flat).reshape(*ids.shape[:-1], self.table.dim)
+
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable, less its slow import
+
+    def requires_grad_(self, requires_grad: bool = True) -> "SparseEmbedding":
+        """False: rows are read only, as in eval(). It has no parameter, so a module around it does not reach here."""
+        self._frozen = not requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a SparseEmbedding cannot be copied or pickled: its rows are in a table; save its state_dict() and "
+            "table.save(path), and make it anew over Table.load(path)"
+        )
 
     def _rows(self, keys: Tensor, device: torch.device) -> Tensor:
-        if self.training and torch.is_grad_enabled():
+        if self.training and not self._frozen and torch.is_grad_enabled():
             anchor = (
                 self._anchor if self._anchor.device == device else self._anchor.detach().to(device).requires_grad_()
             )
             return _Pulled.apply(anchor, self, keys)
         return self.table.pull(keys, create=False).to(device)
 
-    def _bags(
-        self, at: Tensor, rows: Tensor, offsets: Tensor | None, weights: Tensor | None, counts: Tensor | None
-    ) -> Tensor:
+    def _bags(self, at: Tensor, rows: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
         assert offsets is not None
-        if rows.shape[0] == 0:  # no ids at all: every bag is empty
-            return rows.new_zeros(len(offsets), self.table.dim)
-        if counts is not None:
-            # A row of zeros that padding points to; embedding_bag then leaves it out of sums and of means.
-            at = torch.where(counts, at, rows.shape[0])
-            rows = torch.cat([rows, rows.new_zeros(1, self.table.dim)])
-        padding = None if counts is None else rows.shape[0] - 1
+        if rows.shape[0] == 0:  # no ids at all: every bag is empty, though a result of rows, to go backward from
+            return rows.new_zeros(len(offsets), self.table.dim) + rows.sum()
+        padding = None if self.padding_key is None else rows.shape[0] - 1  # left out of sums and of means
         with torch.autocast(rows.device.type, enabled=False):
             return F.embedding_bag(
                 at, rows, offsets, mode=self.pooling, per_sample_weights=weights, padding_idx=padding
@@ -131,7 +151,7 @@ class SparseEmbedding(nn.Module):
 
     def _check(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> None:
         if ids.dtype != torch.int64:
-            raise ValueError(f"ids: got {ids.dtype}, expected int64 (64-bit keys bit for bit); call .long() first")
+            raise ValueError(f"ids: got {ids.dtype}, expected int64, int32 or uint64; call .long() first")
         if self.pooling != "none":
             if not 1 <= ids.ndim <= 3:
                 raise ValueError(f"ids: got {ids.ndim} dimensions, expected 1 with offsets, 2 [B, L] or 3 [B, S, L]")
@@ -143,15 +163,19 @@ class SparseEmbedding(nn.Module):
             raise ValueError("offsets: got some, expected none, for pooling 'none' makes no bags")
         if weights is not None and (self.pooling != "sum" or weights.shape != ids.shape):
             raise ValueError(
-                f"weights: got shape {tuple(weights.shape)} with pooling {self.pooling!r}, "
+                f"per_sample_weights: got shape {tuple(weights.shape)} with pooling {self.pooling!r}, "
                 f"expected {tuple(ids.shape)} with pooling 'sum'"
             )
         if weights is not None and weights.dtype != torch.float32:
-            raise ValueError(f"weights: got {weights.dtype}, expected float32 as rows are; call .float() first")
+            raise ValueError(
+                f"per_sample_weights: got {weights.dtype}, expected float32 as rows are; call .float() first"
+            )
 
     def get_extra_state(self) -> Tensor:
         """Which table this is, as the bytes of a JSON text in a tensor: checkpoints need no pickle for it."""
-        text = json.dumps({"dim": self.table.dim, "rule": self.table.rule.name, "save": self.table.last_save})
+        rule = getattr(self.table, "rule", None)  # what only serves has none, and no save
+        told = {"dim": self.table.dim, "rule": getattr(rule, "name", None), "save": getattr(self.table, "last_save", None)}
+        text = json.dumps(told)
         return torch.frombuffer(bytearray(text.encode().ljust(TOLD)), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -160,10 +184,9 @@ class SparseEmbedding(nn.Module):
             raise ValueError(
                 f"the checkpoint's table has dim {told['dim']}, got a table of dim {self.table.dim}; load its save"
             )
-        if told["save"] != self.table.last_save:
-            logger.warning(
-                "the checkpoint was made beside table save %s, this table is %s", told["save"], self.table.last_save
-            )
+        save = getattr(self.table, "last_save", told["save"])
+        if told["save"] != save:
+            logger.warning("the checkpoint was made beside table save %s, this table is %s", told["save"], save)
 
     def extra_repr(self) -> str:
         return f"{self.table!r}, pooling={self.pooling!r}"

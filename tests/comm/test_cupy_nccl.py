@@ -1,14 +1,12 @@
-"""NCCL through CuPy, without either: a stand-in takes the place of CuPy's interface and of CUDA's streams.
+"""NCCL through CuPy, without either: nccl_stand_in.py takes the place of CuPy's interface and of CUDA's streams.
 
-The stand-in moves real bytes between ranks that are threads, by the addresses, counts and types it is given, and writes
-every call down. What this cannot show: NCCL itself, real streams, a hang on a device. On a GPU the contract runs on the
-real thing, with one rank.
+On a GPU the contract runs on the real thing, with one rank.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
+import os
 import sys
 import threading
 import types
@@ -24,174 +22,23 @@ from torch import Tensor
 import plsc.comm.cupy_nccl as cupy_nccl
 from plsc.comm import BACKENDS, CommError, Communicator, Work, connect, run_ranks
 from plsc.comm.cupy_nccl import CupyNcclCommunicator, Session, check_version, in_time, open_handle
+from plsc.comm.communicator import REDUCIBLE
+from plsc.comm.torch_distributed import GlooCommunicator, NcclCommunicator
 from plsc.strategies.reduction import Lanes, Plain
+from tests.comm import nccl_stand_in
+from tests.comm.nccl_stand_in import CURRENT, STREAM, Handle, Standing, StandIn, stand
 
-STREAM = 77  # the address of the stand-in's stream of verbs; lanes have the next ones
-
-
-class StandIn:
-    """CuPy's nccl module for one rank, over the communicator `wires`."""
-
-    NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN = range(4)
-    NCCL_INT8, NCCL_UINT8, NCCL_INT32 = 0, 1, 2
-    NCCL_INT64, NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64, NCCL_BFLOAT16 = 4, 6, 7, 8, 9
-    TYPES = {  # noqa: RUF012
-        0: torch.int8,
-        1: torch.uint8,
-        2: torch.int32,
-        4: torch.int64,
-        6: torch.float16,
-        7: torch.float32,
-        8: torch.float64,
-        9: torch.bfloat16,
-    }
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.group: list[Callable[[], None]] | None = None
-        self.sends: dict[int, bytes] = {}
-        self.receives: list[tuple[int, int, int]] = []
-        self.wires: Communicator | None = None
-
-    def note(self, *call: Any) -> None:
-        self.calls.append(call)
-
-    def groupStart(self) -> None:
-        self.note("groupStart")
-        self.group = []
-
-    def groupEnd(self) -> None:
-        """All sends of the group meet all receives, then its broadcasts run."""
-        self.note("groupEnd")
-        assert self.wires is not None and self.group is not None
-        sent = self.wires.gather_objects(self.sends)
-        for at, size, peer in self.receives:
-            data = sent[peer][self.wires.rank]
-            assert len(data) == size, "a receive of another size than its send"
-            ctypes.memmove(at, data, size)
-        for job in self.group:
-            job()
-        self.group, self.sends, self.receives = None, {}, []
+Stand = Callable[..., Standing]
 
 
-class Handle:
-    """CuPy's NcclCommunicator."""
-
-    def __init__(self, nccl: StandIn, wires: Communicator) -> None:
-        self.nccl, self.wires = nccl, wires
-        self.ended = ""
-        self.error: Exception | None = None
-
-    def memory(self, at: int, count: int, kind: int) -> Tensor:
-        dtype = StandIn.TYPES[kind]
-        return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(at), dtype=dtype)
-
-    def allReduce(self, send: int, recv: int, count: int, kind: int, op: int, stream: int) -> None:
-        self.nccl.note("allReduce", count, kind, op, stream)
-        x = self.memory(send, count, kind).clone()
-        if op in (StandIn.NCCL_MAX, StandIn.NCCL_MIN) and x.is_floating_point():
-            x[x.isnan()] = -torch.inf if op == StandIn.NCCL_MAX else torch.inf  # as NCCL does: NaN is dropped
-        names = {StandIn.NCCL_SUM: "sum", StandIn.NCCL_MAX: "max", StandIn.NCCL_MIN: "min"}
-        self.memory(recv, count, kind).copy_(self.wires.all_reduce(x, names[op]).wait())
-
-    def reduceScatter(self, send: int, recv: int, count: int, kind: int, op: int, stream: int) -> None:
-        self.nccl.note("reduceScatter", count, kind, op, stream)
-        x = self.memory(send, count * self.wires.world_size, kind)
-        self.memory(recv, count, kind).copy_(self.wires.reduce_scatter(x).wait())
-
-    def allGather(self, send: int, recv: int, count: int, kind: int, stream: int) -> None:
-        self.nccl.note("allGather", count, kind, stream)
-        x = self.memory(send, count, kind)
-        self.memory(recv, count * self.wires.world_size, kind).copy_(self.wires.all_gather(x).wait())
-
-    def broadcast(self, send: int, recv: int, count: int, kind: int, root: int, stream: int) -> None:
-        self.nccl.note("broadcast", count, kind, root, stream)
-
-        def job() -> None:
-            x = self.memory(send, count, kind).clone()
-            self.memory(recv, count, kind).copy_(self.wires.broadcast(x, root=root).wait())
-
-        job() if self.nccl.group is None else self.nccl.group.append(job)
-
-    def send(self, at: int, count: int, kind: int, peer: int, stream: int) -> None:
-        self.nccl.note("send", count, kind, peer, stream)
-        assert self.nccl.group is not None, "a send outside a group waits for ever"
-        self.nccl.sends[peer] = bytes(self.memory(at, count, kind).numpy().tobytes())
-
-    def recv(self, at: int, count: int, kind: int, peer: int, stream: int) -> None:
-        self.nccl.note("recv", count, kind, peer, stream)
-        self.nccl.receives.append((at, count, peer))
-
-    def commSplit(self, color: int, key: int) -> Handle:
-        self.nccl.note("commSplit", color, key)
-        everyone = self.wires.gather_objects((color, key))
-        colors = sorted({one for one, _ in everyone})
-        groups = [
-            sorted((r for r, (c, _) in enumerate(everyone) if c == one), key=lambda r: everyone[r][1]) for one in colors
-        ]
-        return Handle(self.nccl, self.wires.split(groups))
-
-    def check_async_error(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def destroy(self) -> None:
-        assert not self.ended
-        self.ended = "destroyed"
-
-    def abort(self) -> None:
-        assert not self.ended
-        self.ended = "aborted"
-
-
-class Event:
-    """A CUDA event that has happened, or not."""
-
-    def __init__(self, happened: bool) -> None:
-        self.happened = happened
-
-    def query(self) -> bool:
-        return self.happened
-
-
-class Streams:
-    """Queues are done as soon as they are filled; the order of events is written down."""
-
-    def __init__(self, nccl: StandIn, address: int = STREAM) -> None:
-        self.nccl, self.happened, self.address, self.lanes = nccl, True, address, 0
-
-    def lane(self) -> Streams:
-        self.lanes += 1
-        return Streams(self.nccl, self.address + self.lanes)
-
-    def run(self, issue: Callable[[int], None], tensors: Any) -> Event:
-        self.nccl.wires = self.wires_of(issue)
-        self.nccl.note("wait for the current stream")
-        issue(self.address)
-        self.nccl.note("keep", *(tuple(tensor.shape) for tensor in tensors))
-        return Event(self.happened)
-
-    def wires_of(self, issue: Callable[[int], None]) -> Communicator:
-        """Those of the communicator whose verb it is: groups of NCCL belong to none."""
-        owner = next(cell.cell_contents for cell in issue.__closure__ or () if hasattr(cell.cell_contents, "handle"))
-        wires: Communicator = owner.handle.wires
-        return wires
-
-    def wait(self, event: Event) -> None:
-        self.nccl.note("current stream waits")
-
-    def synchronize(self) -> None:
-        self.nccl.note("synchronize")
-
-
-def stand_in(comm: Communicator) -> CupyNcclCommunicator:
-    """The communicator under test over the stand-in, for one rank of a world of threads."""
-    nccl = StandIn()
-    handle = Handle(nccl, comm.split([list(range(comm.world_size))]))
-    session = Session(nccl, timeout=60.0)
-    return CupyNcclCommunicator(
-        handle, session=session, streams=Streams(nccl), control=comm, device=torch.device("cpu")
-    )
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Stand:
+    """stand_in(comm): what is tested, on the stand-in's NCCL, streams and events."""
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(nccl_stand_in, name))
+    monkeypatch.setattr(Tensor, "record_stream", nccl_stand_in.record_stream)
+    monkeypatch.setattr(cupy_nccl, "POLL", 0.01)
+    return stand
 
 
 def contract_module() -> types.ModuleType:

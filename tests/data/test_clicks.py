@@ -1,6 +1,7 @@
 """Click logs: formats, places to go on from, shuffling, malformed lines, several readers."""
 
 import gzip
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -76,6 +77,58 @@ def test_goes_on_where_it_stopped(tmp_path: Path, shuffle: int) -> None:
         second = Clicks(tmp_path / "*.csv", **options)
         second.load_state_dict(first.state_dict())
         assert numbers(second) == numbers(whole[stop:])
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_place_is_told_again_as_it_was_given(tmp_path: Path, readers: int) -> None:
+    write(tmp_path / "a.csv", range(1000), bad=3)
+    options = {"format": CSV, "batch_size": 10, "shuffle": 100, "readers": readers}
+    clicks = Clicks(tmp_path / "a.csv", **options)
+    batches = iter(clicks)
+    for _ in range(57 if readers == 1 else 7):
+        next(batches)
+        state = json.loads(json.dumps(clicks.state_dict()))
+        other = Clicks(tmp_path / "a.csv", **options)
+        other.load_state_dict(state)
+        assert json.loads(json.dumps(other.state_dict())) == state
+    batches.close()
+
+
+def test_lines_count_once_however_often_reading_is_broken_off(tmp_path: Path) -> None:
+    clicks = Clicks(write(tmp_path / "a.csv", range(400), bad=2), CSV, batch_size=10, shuffle=50)
+    seen = []
+    while clicks.epoch == 0:
+        seen += [next(iter(clicks))] if len(seen) < 30 else list(clicks)
+    assert clicks.counts() == (2, 402) and sorted(numbers(seen)) == list(range(400))
+    list(clicks)
+    assert clicks.counts() == (2, 402)
+
+
+def test_a_place_from_another_pass_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", range(40))
+    write(tmp_path / "b.csv", range(40))
+    options = {"format": CSV, "batch_size": 10, "shuffle": 20}
+    state = Clicks(tmp_path / "*.csv", **options).state_dict()
+    for name, value in {"seed": 1, "split": "train", "test_share": 0.2, "slots": False}.items():
+        with pytest.raises(ValueError, match=f"with {name} .*expected {value}"):
+            Clicks(tmp_path / "*.csv", **options, **{name: value}).load_state_dict(state)
+    turned = Clicks([tmp_path / "b.csv", tmp_path / "a.csv"], **options)
+    with pytest.raises(ValueError, match="with files"):
+        turned.load_state_dict(state)
+    for place in ([-1, 0], [0, -1], [3, 0]):
+        with pytest.raises(ValueError, match=f"file {place[0]}, line {place[1]}"):
+            Clicks(tmp_path / "*.csv", **options).load_state_dict({**state, "place": place})
+    for name in state:
+        with pytest.raises(ValueError, match=f"without {name}"):
+            Clicks(tmp_path / "*.csv", **options).load_state_dict({k: v for k, v in state.items() if k != name})
+
+
+def test_names_of_files_are_not_patterns_and_directories_no_files(tmp_path: Path) -> None:
+    write(tmp_path / "day[1].csv", range(3))
+    assert numbers(Clicks(tmp_path / "day[1].csv", CSV)) == [0, 1, 2]
+    (tmp_path / "day_2").mkdir()
+    with pytest.raises(ValueError, match="day_2, which is a directory"):
+        Clicks(tmp_path / "day*", CSV)
 
 
 def test_shuffling_differs_between_epochs(tmp_path: Path) -> None:
@@ -191,6 +244,35 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     format = Columns(label=0, dense=[1], sparse=[2, 3])
     ((_, ids, _),) = Clicks(path, format)
     assert torch.equal(ids, columns_by_python(path, format)[1])
+    raw = [hashlib.blake2b(b"0\t" + token, digest_size=8).digest() for token in (b"\xff\xfe", b"\xff\xfd")]
+    assert ids[:, 0].tolist() == [int.from_bytes(digest, "little", signed=True) for digest in raw]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("header", [False, True])
+def test_byte_order_marks_and_line_ends_do_not_count(
+    tmp_path: Path, header: bool, end: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    format = Columns(0, [1], [2], header=header)
+    lines = [*(["y,x,s"] if header else []), *(f"{i % 2},{i},t{i}" for i in range(50))]
+    text = b"\xef\xbb\xbf" + (end.join(lines) + end).encode()
+    path = tmp_path / ("a.csv.gz" if packed else "a.csv")
+    path.write_bytes(gzip.compress(text) if packed else text)
+    # pyarrow takes blocks with either line end whole: none is read line by line.
+    monkeypatch.setattr("plsc.data.click_formats.parse_lines", None)
+    batches = list(Clicks(path, format, batch_size=20))
+    assert numbers(batches) == list(range(50))
+    expected = Hasher(1, slots=True).column(0, [f"t{i}" for i in range(50)])
+    assert torch.cat([ids for _, ids, _ in batches])[:, 0].tolist() == expected.tolist()
+
+
+def test_numbers_beyond_float32_are_malformed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"1 {i % 2} 1 {'1e300' if i == 7 else i} 1 5\n" for i in range(200)))
+    clicks = Clicks(path, MultiSlot(["label", ("dense", 1), "ids"]))
+    ((dense, _, _),) = clicks
+    assert dense.isfinite().all() and len(dense) == 199 and "a.txt, line 8 is malformed" in caplog.text
 
 
 @settings(max_examples=100, deadline=None)
@@ -231,6 +313,64 @@ def test_parquet(tmp_path: Path) -> None:
     assert sorted(seen + numbers(second)) == list(range(1000))
     with pytest.raises(ValueError, match="no column c"):
         next(iter(Clicks(tmp_path / "a.parquet", Parquet("click", [], ["c"]))))
+
+
+PARQUET_COLUMNS = {
+    "truth": ([True, False], pa.bool_(), ["1", "0"]),
+    "float": ([1e20, 1e-7, 2.0], pa.float64(), ["100000000000000000000", "1e-07", "2"]),
+    "narrow": ([0.1, 3.0], pa.float32(), ["0.1", "3"]),
+    "int": ([7, -1], pa.int64(), ["7", "-1"]),
+    "text": (["a", " b"], pa.string(), ["a", "b"]),
+    "bytes": ([b"a", b"b"], pa.binary(), ["a", "b"]),
+    "packed": (["a", "b"], pa.dictionary(pa.int8(), pa.string()), ["a", "b"]),
+    "time": ([0, 1_500_000], pa.timestamp("us"), ["1970-01-01 00:00:00.000000", "1970-01-01 00:00:01.500000"]),
+    "nano": ([0, 1], pa.timestamp("ns"), ["1970-01-01 00:00:00.000000000", "1970-01-01 00:00:00.000000001"]),
+    "long": ([5, 60], pa.duration("s"), ["5", "60"]),
+}
+
+
+@pytest.mark.parametrize("name", PARQUET_COLUMNS)
+def test_a_parquet_token_has_one_id_whatever_is_missing_beside_it(tmp_path: Path, name: str) -> None:
+    values, kind, words = PARQUET_COLUMNS[name]
+    count = 20 // len(values)
+    column = pa.array([*values * count, None, *values * count], pa.int64() if "stamp" in str(kind) else kind).cast(kind)
+    labels = [i % 2 for i in range(len(column))]
+    pq.write_table(pa.table({"y": labels, "s": column}), tmp_path / "a.parquet")
+    batches = list(Clicks(tmp_path / "a.parquet", Parquet("y", [], ["s"]), batch_size=count * len(values)))
+    expected = Hasher(1, slots=True).column(0, [*words * count, "", *words * count])
+    assert torch.cat([ids for _, ids, _ in batches])[:, 0].tolist() == expected.tolist()
+
+
+def test_parquet_columns_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    path, days = tmp_path / "a.parquet", pa.array([0, 1], pa.timestamp("s"))
+    table = pa.table({"y": [0, 1], "text": ["a", "b"], "list": [[1], [2]], "day": days})
+    pq.write_table(table, path)
+    for format, what in (
+        (Parquet("y", [], ["list"]), "column list of list"),
+        (Parquet("day", [], ["text"]), "column day of timestamp"),
+        (Parquet("y", ["day"], ["text"]), "column day of timestamp"),
+    ):
+        with pytest.raises(ValueError, match=rf"a\.parquet: got {what}"):
+            list(Clicks(path, format))
+    with pytest.raises(ValueError, match="2 of 2 lines are malformed"):
+        list(Clicks(path, Parquet("text", [], ["text"])))
+    pq.write_table(pa.table([[0, 1], [1, 2], [3, 4]], ["y", "s", "s"]), path)
+    with pytest.raises(ValueError, match=r"a\.parquet: got two columns s"):
+        list(Clicks(path, Parquet("y", [], ["s"])))
+
+
+def test_damaged_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"y": [0, 1] * 3000, "s": [f"{i}" for i in range(6000)]}), path)
+    whole, refused = path.read_bytes(), 0
+    for at in range(4, len(whole), len(whole) // 40):
+        path.write_bytes(whole[:at] + bytes(64) + whole[at + 64 :])
+        try:
+            list(Clicks(path, Parquet("y", [], ["s"])))
+        except ValueError as error:
+            refused += 1
+            assert "a.parquet" in str(error) or "malformed" in str(error)
+    assert refused
 
 
 def test_parquet_with_missing_and_bad_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -141,12 +141,12 @@ def test_bad_calls() -> None:
         (lambda: layer(line.int()), "int64"),
         (lambda: layer(line), "offsets"),
         (lambda: layer(square, torch.zeros(2, dtype=torch.long)), "offsets"),
-        (lambda: layer(square, weights=torch.ones(2)), "weights"),
-        (lambda: layer(square, weights=torch.ones(2, 2).double()), "float32"),
+        (lambda: layer(square, per_sample_weights=torch.ones(2)), "weights"),
+        (lambda: layer(square, per_sample_weights=torch.ones(2, 2).double()), "float32"),
         (lambda: layer(square.numpy()), "got a ndarray"),
         (lambda: layer([[1, 2]]), "got a list"),
         (lambda: SparseEmbedding(Table(4), pooling="max"), "pooling"),
-        (lambda: SparseEmbedding(Table(4), pooling="mean")(square, weights=torch.ones(2, 2)), "weights"),
+        (lambda: SparseEmbedding(Table(4), pooling="mean")(square, per_sample_weights=torch.ones(2, 2)), "weights"),
     ]:
         with pytest.raises(ValueError, match=word):
             call()

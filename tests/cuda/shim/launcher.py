@@ -20,6 +20,9 @@ from plsc.ops.launching import KINDS, Launcher, arguments, source_folder
 SHIM = Path(__file__).resolve().parent
 ORDERS = 6  # schedules of shim.h
 _FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-shared", "-fPIC", "-pthread"]
+# Compilers' calls at every access to memory go to races.h, not to the library that they are made for.
+RACES = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+RACES += ["-nodefaultlibs", "-lstdc++", "-lm", "-lgcc_s", "-lc"]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 
 
@@ -48,7 +51,7 @@ def compile_kernels(texts: dict[str, str], *, flags: Sequence[str] = ()) -> Path
         )
         (Path(folder) / "unit.cpp").write_text(unit, encoding="utf-8")
         out = Path(folder) / "kernels.so"
-        command = [compiler, *_FLAGS, *flags, "-include", "shim.h", f"-I{SHIM}", "-o", str(out), f"{folder}/unit.cpp"]
+        command = [compiler, *_FLAGS, "-include", "shim.h", f"-I{SHIM}", "-o", str(out), f"{folder}/unit.cpp", *flags]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"the kernels do not compile behind the shim:\n{run.stderr[:4000]}")

@@ -3,8 +3,8 @@
 // Blocks run on one or two OS threads, atomics are real, shared memory starts as 0xff in every block.
 //
 // Found: barriers or lanes that never meet, barriers of different lines, missing barriers (by the warp-greedy
-// schedules), and with sanitizers what lies out of bounds. Not found: races inside a warp, speed, what CUDA's own
-// instructions do.
+// schedules), vector accesses at addresses that do not allow them, with sanitizers what lies out of bounds, and in the
+// build of races.h threads that touch one address in no order. Not found: speed, what CUDA's own instructions do.
 #pragma once
 
 #include <atomic>
@@ -43,6 +43,7 @@ struct Thread {
   uint64_t slot[2] = {0, 0};
   int slot_line[2] = {0, 0};
   unsigned generation = 0;
+  int quiet = 1;  // above 0: what runs is the shim, not the kernel
 };
 
 struct Warp {
@@ -55,12 +56,20 @@ struct Block {
   Fiber scheduler;
   Thread* current = nullptr;
   Dim index, size, grid;
+  size_t number = 0;      // of the launch
+  unsigned barriers = 0;  // behind it
   std::string error;
   void (*body)(void*) = nullptr;
   void* argument = nullptr;
 };
 
 inline thread_local Block* block = nullptr;
+
+// Around what the shim itself does for a thread.
+struct Quiet {
+  [[gnu::noinline, gnu::no_sanitize("thread")]] Quiet() { ++block->current->quiet; }
+  [[gnu::noinline, gnu::no_sanitize("thread")]] ~Quiet() { --block->current->quiet; }
+};
 
 // ---- shared memory: static in CUDA, so one array a place in the source and OS thread, refilled for every block
 
@@ -80,6 +89,7 @@ template <class T, int count>
 struct Shared {
   T data[count];
   Shared() {
+    Quiet quiet;
     std::memset(static_cast<void*>(data), 0xff, sizeof(data));
     areas().push_back({data, sizeof(data)});
   }
@@ -94,6 +104,7 @@ inline void fail(const std::string& what) {
 inline void yield() { switch_fiber(block->current->fiber, block->scheduler); }
 
 inline void sync_threads(int line) {
+  Quiet quiet;
   block->current->state = State::at_barrier;
   block->current->line = line;
   yield();
@@ -101,6 +112,7 @@ inline void sync_threads(int line) {
 
 // Gives `value` to the warp; returns the parity of the slots in which all lanes' values now lie.
 inline int exchange(uint64_t value, unsigned mask, int line) {
+  Quiet quiet;
   Thread& me = *block->current;
   size_t number = &me - block->threads.data();
   Warp& warp = block->warps[number / 32];
@@ -127,6 +139,7 @@ inline int exchange(uint64_t value, unsigned mask, int line) {
 
 template <class T>
 T shuffle(T value, int from, unsigned mask, int line) {
+  Quiet quiet;
   static_assert(sizeof(T) <= 8);
   uint64_t bits = 0, got;
   std::memcpy(&bits, &value, sizeof(T));
@@ -137,9 +150,16 @@ T shuffle(T value, int from, unsigned mask, int line) {
   return value;
 }
 
+inline void check_aligned(const void* address, size_t bytes) {
+  Quiet quiet;
+  if (reinterpret_cast<uintptr_t>(address) % bytes)
+    fail(std::to_string(bytes) + " bytes at once from an address that is no multiple of them");
+}
+
 inline int lane() { return int((block->current - block->threads.data()) % 32); }
 
 inline unsigned ballot(bool set, unsigned mask, int line) {
+  Quiet quiet;
   int parity = exchange(set, mask, line);
   size_t base = (block->current - block->threads.data()) / 32 * 32;
   unsigned bits = 0;
@@ -191,6 +211,7 @@ inline bool release_barrier() {
   }
   for (Thread& thread : block->threads)
     if (thread.state == State::at_barrier) thread.state = State::ready;
+  ++block->barriers;
   return true;
 }
 
@@ -200,9 +221,12 @@ inline void run_block(int order, std::mt19937& random) {
     Thread& thread = block->threads[i];
     thread.state = State::ready;
     thread.generation = 0;
+    thread.quiet = 1;
     thread.index = Dim{unsigned(i), 0, 0};
     start_fiber(thread.fiber, [] {
+      block->current->quiet = 0;
       block->body(block->argument);
+      block->current->quiet = 1;
       block->current->state = State::done;
       yield();
     });
@@ -239,7 +263,14 @@ struct Launch {
   void* argument;
 };
 
+#ifdef __SANITIZE_THREAD__
+void forget_accesses();
+#else
+inline void forget_accesses() {}
+#endif
+
 inline std::string run(const Launch& launch) {
+  forget_accesses();
   size_t count = size_t(launch.grid.x) * launch.grid.y * launch.grid.z;
   if (launch.size.x % 32 || launch.size.x == 0 || launch.size.x > 1024) return "blocks are 32 to 1024 threads, by 32";
   std::atomic<size_t> next{0};
@@ -256,6 +287,7 @@ inline std::string run(const Launch& launch) {
     block = &mine;
     for (size_t turn; (turn = next++) < count && mine.error.empty();) {
       size_t i = launch.order % 2 ? count - 1 - turn : turn;
+      mine.number = i;
       mine.index = Dim{unsigned(i % launch.grid.x), unsigned(i / launch.grid.x % launch.grid.y),
                        unsigned(i / launch.grid.x / launch.grid.y)};
       run_block(launch.order, random);
@@ -346,6 +378,7 @@ inline unsigned short float_to_half(float x) {
 #define SHARED_ARRAY(type, name, count)                             \
   static thread_local shim::Shared<type, count> name##_shared_area; \
   type* name = name##_shared_area.data
+#define CHECK_ALIGNED(address, bytes) shim::check_aligned(address, bytes)
 #define __syncthreads() shim::sync_threads(__LINE__)
 #define __syncwarp() ((void)shim::exchange(0, 0xffffffffu, __LINE__))
 #define __shfl_sync(mask, value, from) shim::shuffle(value, from, mask, __LINE__)
@@ -369,7 +402,6 @@ inline float __uint_as_float(unsigned bits) {
   return x;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline unsigned atomicAdd(unsigned* at, unsigned x) { return __atomic_fetch_add(at, x, __ATOMIC_RELAXED); }
 inline unsigned atomicOr(unsigned* at, unsigned x) { return __atomic_fetch_or(at, x, __ATOMIC_RELAXED); }
 inline unsigned atomicMax(unsigned* at, unsigned x) {
@@ -378,3 +410,7 @@ inline unsigned atomicMax(unsigned* at, unsigned x) {
   }
   return old;
 }
+
+#ifdef __SANITIZE_THREAD__
+#include "races.h"
+#endif

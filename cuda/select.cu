@@ -50,7 +50,6 @@ extern "C" __global__ void select_bin(i64* state, u32* histogram, int width) {
     state[0] = prefix << width | ((31 - lane) * EACH + i);
     state[1] = remaining - above;
   }
-  __syncwarp();
   for (int i = 0; i < EACH; ++i) mine[i] = 0u;
 }
 EXPORT_KERNEL(select_bin)

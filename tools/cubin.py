@@ -1,6 +1,7 @@
 """Compiles the CUDA kernels with nvcc for several GPUs and tells registers and shared memory; a spill is an error.
 
-Needs nvcc and no GPU. `python tools/cubin.py --arch 90 softmax` looks at one file for one GPU.
+python tools/cubin.py                          # every file, for four GPUs; needs nvcc and no GPU
+python tools/cubin.py --arch 90 softmax        # one file for one GPU; --arch may come again
 """
 
 from __future__ import annotations
@@ -51,18 +52,26 @@ def read_report(text: str) -> list[Kernel]:
     return kernels
 
 
-def main() -> None:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="compile cuda/*.cu and report registers and spills")
-    parser.add_argument("files", nargs="*", help="names without .cu; default: all")
-    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES))
-    args = parser.parse_args()
+    known = sorted(path.stem for path in CUDA.glob("*.cu"))
+    parser.add_argument("files", nargs="*", help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("--arch", type=int, action="append", help="of a GPU, as 90; may come again; default: four")
+    args = parser.parse_args(argv)
+    if strangers := sorted(set(args.files) - set(known)):
+        parser.error(f"files: got {', '.join(strangers)}, expected some of {', '.join(known)}")
+    args.files, args.arch = args.files or known, args.arch or list(ARCHITECTURES)
+    return args
+
+
+def main() -> None:
+    args = parse()
     if shutil.which("nvcc") is None:
         raise SystemExit("nvcc is not on the path; it comes with the CUDA toolkit, 13.0 or newer")
-    names = args.files or sorted(path.stem for path in CUDA.glob("*.cu"))
     spills = 0
     print("| file | GPU | kernels | registers | shared bytes | spilled bytes | stack bytes |")
     print("|---|---|---|---|---|---|---|")
-    for name in names:
+    for name in args.files:
         for arch in args.arch:
             kernels = compile_file(CUDA / f"{name}.cu", arch)
             registers = [kernel.registers for kernel in kernels]

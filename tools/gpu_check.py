@@ -470,15 +470,19 @@ def gpu_found() -> bool:
     return child.exitcode == 0
 
 
-def main() -> None:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="checks and measures plsc on a GPU")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="these sections, in this order")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
     parser.add_argument("--seconds", type=float, default=460.0, help="what still runs then is stopped")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse()
     if args.device == "cuda" and not gpu_found():
-        parser.error("found no GPU; --device cpu runs every path small")
+        raise SystemExit("found no GPU; --device cpu runs every path small")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run = Run(torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu"), args.out, args.seconds)
     for name in args.only or SECTIONS:

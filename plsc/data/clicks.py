@@ -73,7 +73,8 @@ class Clicks:
 
     ids are 64-bit hashes of the tokens, in the whole range of int64: keys for a sparse table. Malformed lines are left
     out (a batch is shorter for it), counted in `malformed`, the first ones logged with file and line; above one in a
-    hundred it is a ValueError. Iterating again after a break goes on behind the last batch given. In memory are a window of rows a reader, twice over.
+    hundred it is a ValueError. Iterating again after a break goes on behind the last batch given. In memory are a
+    window of rows a reader, twice over.
     """
 
     def __init__(
@@ -172,7 +173,8 @@ class Clicks:
                 raise ValueError(f"got a place in a pass with {name} {told}, expected {value}; use the same {name}")
         if not 0 <= state["place"][0] <= len(self.files) or state["place"][1] < 0:
             raise ValueError(
-                f"got a place in file {state['place'][0]}, line {state['place'][1]}, expected one of the {len(self.files)} files given"
+                f"got a place in file {state['place'][0]}, line {state['place'][1]}, expected one of the "
+                f"{len(self.files)} files given"
             )
         self._restart()
         self.epoch, self._next = state["epoch"], state["next"]

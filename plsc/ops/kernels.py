@@ -1,7 +1,8 @@
 """The fused steps of the head and the reductions: a CUDA kernel where one runs, its twin in plain torch elsewhere.
 
 Every function here exists with the same signature in plsc.ops.twins, which defines what it computes; PLSC_KERNELS=0
-forces the twins. Kernels compute in float32 and take float32, bfloat16 and float16; float64 goes to the twins. None of
+forces the twins. Kernels compute in float32 and take float32, bfloat16 and float16; float64 and tensors with gaps go to
+the twins. Tensors that do not belong together (device, type, shape) are a ValueError before any kernel runs. None of
 them waits for the device, except sample_classes, whose result has a length.
 """
 
@@ -27,16 +28,18 @@ _EXP_PAIRS = {
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float16),
 }
+_VELOCITIES = (torch.float32, torch.bfloat16, torch.int8)
 _SELECT_WIDTHS = (11, 10, 10)  # bits of the magnitude that each histogram of select.cu settles
 _CHUNK = 1 << 16  # entries whose kept ones a block of select.cu lists
 _WAVE = 1024  # blocks of a kernel whose threads go through a vector in strides
 
 
-def _launcher(*tensors: Tensor) -> Launcher | None:
-    """What runs a kernel on these tensors, if they are of types that kernels know."""
-    if any(tensor.dtype not in _FLOATS for tensor in tensors):
+def _launcher(*tensors: Tensor | None) -> Launcher | None:
+    """What runs a kernel on these tensors, if they are of types that kernels know and lie without gaps."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(tensor.dtype not in _FLOATS or not tensor.is_contiguous() for tensor in given):
         return None
-    return launcher_for(tensors[0].device)
+    return launcher_for(given[0].device)
 
 
 # ---- softmax over a block of classes
@@ -65,7 +68,7 @@ def exp_rows(
     if launcher is None or (product.dtype, out.dtype) not in _EXP_PAIRS:
         return twins.exp_rows(product, shift, place, out=out, start=start, scale=scale, inverse=inverse, weigh=weigh)
     samples, classes = product.shape
-    _fits_block(product, place, out, inverse, shift)
+    _fits_block(product, place, out, inverse, shift=shift)
     grid, partial = _softmax_grid(product, launcher)
     kernel = f"exp_rows_{NAMES[product.dtype]}_{NAMES[out.dtype]}"
     args: list[object] = [product, inverse, shift, place, out, partial, i64(samples), i64(classes), i64(start)]
@@ -107,7 +110,7 @@ def grad_rows(
             weigh=weigh,
         )
     samples, classes = product.shape
-    _fits_block(product, place, out, inverse, shift, coefficient, own_value)
+    _fits_block(product, place, out, inverse, shift=shift, coefficient=coefficient, own_value=own_value)
     grid, partial = _softmax_grid(product, launcher)
     kernel = f"grad_rows_{NAMES[product.dtype]}_{NAMES[out.dtype]}"
     args: list[object] = [
@@ -139,32 +142,32 @@ def online_rows(
         return twins.online_rows(product, place, start=start, scale=scale, inverse=inverse)
     samples, classes = product.shape
     _fits_block(product, place, product, inverse)
-    (_, chunks), maxima = _softmax_grid(product, launcher)
-    if chunks == 0:
+    grid, maxima = _softmax_grid(product, launcher, rows=1)
+    if classes == 0:
         return product.new_full((samples,), -math.inf, dtype=torch.float32), maxima.sum(1)
     sums = torch.empty_like(maxima)
     args: list[object] = [product, inverse, place, maxima, sums, i64(samples), i64(classes), i64(start), f32(scale)]
     args.append(aligned(classes, product, inverse))
-    launcher.launch("softmax", f"online_{NAMES[product.dtype]}", grid=(samples, chunks), args=args)
+    launcher.launch("softmax", f"online_{NAMES[product.dtype]}", grid=grid, args=args)
     top = maxima.amax(1)
     shift = torch.where(top == -math.inf, 0.0, top)
     return top, (sums * torch.exp(maxima - shift[:, None])).sum(1)
 
 
-def _fits_block(product: Tensor, place: Tensor, out: Tensor, inverse: Tensor | None, *by_sample: Tensor) -> None:
-    samples, classes = product.shape
-    fits(torch.int64, (samples,), place)
-    fits(out.dtype, (samples, classes), out)
-    fits(torch.float32, (classes,), inverse)
-    fits(torch.float32, (samples,), *by_sample)
+def _fits_block(product: Tensor, place: Tensor, out: Tensor, inverse: Tensor | None, **by_sample: Tensor) -> None:
+    (samples, classes), device = product.shape, product.device
+    fits(device, torch.int64, (samples,), place=place)
+    fits(device, out.dtype, (samples, classes), out=out)
+    fits(device, torch.float32, (classes,), inverse=inverse)
+    fits(device, torch.float32, (samples,), **by_sample)
 
 
-def _softmax_grid(product: Tensor, launcher: Launcher) -> tuple[tuple[int, int], Tensor]:
-    """Blocks of softmax.cu for [N, n], and memory for what each says of its samples."""
+def _softmax_grid(product: Tensor, launcher: Launcher, *, rows: int = _ROWS) -> tuple[tuple[int], Tensor]:
+    """Blocks of softmax.cu for [N, n], `rows` samples in each, and memory for what each says of its samples."""
     samples, classes = product.shape
     chunks = -(-classes // (launcher.threads * 4 * _PACKS))
     partial = product.new_empty(samples, chunks, dtype=torch.float32)
-    return (-(-samples // _ROWS), chunks), partial
+    return (-(-samples // rows) * chunks,), partial
 
 
 # ---- one optimizer step on rows of a class weight
@@ -199,8 +202,13 @@ def sgd_rows(
         rows: [R] row numbers; None: start, start + 1, ...  first_class: the class of row 0.
         key: 32 bits that set a step's random numbers; they depend on (key, class, place in the row) alone.
     """
-    launcher = _launcher(grad)
-    if launcher is None or not _stored(weight, grad) or (velocity is not None and velocity.dtype == torch.float16):
+    if velocity is not None and velocity.dtype not in (*_VELOCITIES, torch.float16, torch.float64):
+        raise ValueError(f"velocity: got {velocity.dtype}, expected a floating type, or int8 with scales")
+    if velocity is not None and (velocity.dtype == torch.int8) != (scales is not None):
+        raise ValueError(f"velocity of {velocity.dtype}: got scales {scales}, expected them with int8 and only there")
+    _fits_start(weight, grad, rows, start)
+    launcher = _launcher(grad) if _stored(weight, grad, low, velocity) else None
+    if launcher is None or not (velocity is None or velocity.dtype in _VELOCITIES):
         twins.sgd_rows(
             weight,
             grad,
@@ -221,10 +229,8 @@ def sgd_rows(
         )
         return
     state = "float" if velocity is None else NAMES[velocity.dtype]
-    _fits_rows(weight, grad, low, inverse, rows, velocity)
-    if velocity is not None and velocity.dtype == torch.int8:
-        fits(torch.float32, (len(weight),), scales)
-        assert scales is not None, "int8 needs a scale a row"
+    _fits_rows(weight, grad, low, inverse, rows, velocity=velocity)
+    fits(grad.device, torch.float32, (len(weight),), scales=scales)
     args: list[object] = [weight, low, velocity, scales, grad, inverse, rows]
     args += _row_args(weight, grad, (velocity, low), start, first_class, _ways(normalize, weighed), key)
     args += [f32(lr), f32(0.0 if velocity is None else momentum), f32(weight_decay)]
@@ -256,8 +262,9 @@ def adam_rows(
 
     The rest as in sgd_rows.
     """
-    launcher = _launcher(grad, average, square)
-    if launcher is None or not _stored(weight, grad) or torch.float16 in (average.dtype, square.dtype):
+    _fits_start(weight, grad, rows, start)
+    launcher = _launcher(average, square) if _stored(weight, grad, low) and average.dtype == square.dtype else None
+    if launcher is None or average.dtype == torch.float16:
         twins.adam_rows(
             weight,
             grad,
@@ -278,9 +285,8 @@ def adam_rows(
             key=key,
         )
         return
-    _fits_rows(weight, grad, low, inverse, rows, average, square)
-    fits(average.dtype, tuple(weight.shape), square)
-    fits(torch.float32, (len(weight),), steps)
+    _fits_rows(weight, grad, low, inverse, rows, average=average, square=square)
+    fits(grad.device, torch.float32, (len(weight),), steps=steps)
     args: list[object] = [weight, low, average, square, steps, grad, inverse, rows]
     args += _row_args(weight, grad, (average, square, low), start, first_class, _ways(normalize, weighed), key)
     args += [f32(lr), *map(f32, betas), *(f32(math.log(beta)) for beta in betas), f32(eps), f32(weight_decay)]
@@ -289,20 +295,33 @@ def adam_rows(
 
 
 def _fits_rows(
-    weight: Tensor, grad: Tensor, low: Tensor | None, inverse: Tensor | None, rows: Tensor | None, *state: Tensor | None
+    weight: Tensor,
+    grad: Tensor,
+    low: Tensor | None,
+    inverse: Tensor | None,
+    rows: Tensor | None,
+    **state: Tensor | None,
 ) -> None:
-    fits(torch.float32, (len(grad), weight.shape[1]), grad)
-    fits(torch.int16, tuple(weight.shape), low)
-    fits(torch.float32, (len(grad),), inverse)
-    fits(torch.int64, (len(grad),), rows)
-    for tensor in state:
+    device, whole, count = grad.device, tuple(weight.shape), len(grad)
+    fits(device, torch.float32, (count, weight.shape[1]), grad=grad)
+    fits(device, weight.dtype, whole, weight=weight)
+    fits(device, torch.int16, whole, low=low)
+    fits(device, torch.float32, (count,), inverse=inverse)
+    fits(device, torch.int64, (count,), rows=rows)
+    for name, tensor in state.items():
         if tensor is not None:
-            fits(tensor.dtype, tuple(weight.shape), tensor)
+            fits(device, tensor.dtype, whole, **{name: tensor})
 
 
-def _stored(weight: Tensor, grad: Tensor) -> bool:
-    """Whether a kernel knows this weight and its gradient."""
-    return grad.dtype == torch.float32 and weight.dtype in (torch.float32, torch.bfloat16)
+def _fits_start(weight: Tensor, grad: Tensor, rows: Tensor | None, start: int) -> None:
+    if rows is None and not 0 <= start <= len(weight) - len(grad):
+        raise ValueError(f"start: got {start} for {len(grad)} rows, expected them within the weight's {len(weight)} rows")
+
+
+def _stored(weight: Tensor, grad: Tensor, *beside: Tensor | None) -> bool:
+    """Whether a kernel knows this weight and its gradient, and all lies without gaps."""
+    known = grad.dtype == torch.float32 and weight.dtype in (torch.float32, torch.bfloat16)
+    return known and all(tensor is None or tensor.is_contiguous() for tensor in (weight, grad, *beside))
 
 
 def _format(weight: Tensor, low: Tensor | None) -> str:
@@ -341,8 +360,7 @@ def sample_classes(labels: Tensor, shard: Shard, *, rate: float, seed: int, step
     launcher = launcher_for(labels.device)
     if launcher is None or shard.size == 0 or not 0.0 <= rate <= 1.0:
         return sampling.sample_classes(labels, shard, rate=rate, seed=seed, step=step)
-    labels = labels.contiguous()
-    fits(torch.int64, (len(labels),), labels)
+    labels = labels.to(torch.int64).contiguous()
     first = shard.start // sampling.BLOCK
     blocks = (shard.stop - 1) // sampling.BLOCK + 1 - first
     bitmap = torch.zeros(blocks * (sampling.BLOCK // 32), dtype=torch.int32, device=labels.device)
@@ -376,15 +394,20 @@ def merge_topk(
     """The k best of each sample among (scores, classes) [N, m] and `found` [N, n], the classes first, first + 1, ...
 
     Scores fall, among equal ones the lower class comes first, NaN before all; -inf and `filler` where candidates run
-    out. Classes are below 2**32 - 1.
+    out. What `classes` names `filler` is no candidate. Classes are at least 0 and below 2**32 - 1.
     """
+    scores, classes = scores.contiguous(), classes.contiguous()
+    found = None if found is None else found.contiguous()
+    count = 0 if found is None else found.shape[1]
     launcher = _launcher(scores) if found is None or found.dtype == scores.dtype else None
     if launcher is None:
         return twins.merge_topk(scores, classes, found, k=k, first=first, filler=filler)
-    fits(torch.int64, tuple(scores.shape), classes)
+    fits(scores.device, torch.int64, tuple(scores.shape), classes=classes)
+    fits(scores.device, scores.dtype, (len(scores), count), found=found)
+    if not 0 <= first <= 2**32 - 1 - count:
+        raise ValueError(f"merge_topk: got classes {first} to {first + count - 1}, expected them in [0, 2**32 - 1)")
     best, ids = scores.new_empty(len(scores), k), classes.new_empty(len(scores), k)
-    count = 0 if found is None else found.shape[1]
-    args: list[object] = [scores.contiguous(), classes.contiguous(), None if found is None else found.contiguous()]
+    args: list[object] = [scores, classes, found]
     args += [best, ids, i64(scores.shape[1]), i64(count), i64(first), i64(k), i64(filler)]
     launcher.launch("topk", f"merge_{NAMES[scores.dtype]}", grid=(len(scores),), args=args)
     return best, ids
@@ -393,8 +416,11 @@ def merge_topk(
 def largest_entries(x: Tensor, count: int) -> Tensor:
     """The places of the `count` entries of x [n] that are largest in magnitude, rising: [count] int64.
 
-    NaN counts as largest; of equal magnitudes those in front are kept.
+    NaN counts as largest; of equal magnitudes those in front are kept. All of x where it has fewer than `count`.
     """
+    if x.dim() != 1 or count < 0:
+        raise ValueError(f"largest_entries: got {count} of {tuple(x.shape)}, expected a count >= 0 and a vector [n]")
+    x, count = x.contiguous(), min(count, len(x))
     launcher = _launcher(x)
     if launcher is None or count == 0:
         return twins.largest_entries(x, count)
@@ -420,6 +446,7 @@ def largest_entries(x: Tensor, count: int) -> Tensor:
 
 def largest_magnitude(x: Tensor) -> Tensor:
     """max |x| as a 0-d float32; NaN if one is in x, 0 if x is empty."""
+    x = x.contiguous()
     launcher = _launcher(x)
     if launcher is None:
         return twins.largest_magnitude(x)
@@ -435,10 +462,14 @@ def cast_scaled(
 ) -> Tensor:
     """x / divisor * 2**e in another type, where e brings `largest` (0-d float32) to [2**14, 2**15); down: * 2**-e.
 
-    Without `largest`, or where it is not finite, nothing is scaled.
+    Without `largest`, or where it is not finite, nothing is scaled. A `largest` in float64 goes to the twin.
     """
+    if largest is not None:
+        kind = torch.float64 if largest.dtype == torch.float64 else torch.float32
+        fits(x.device, kind, (), largest=largest)
+    x = x.contiguous()
     launcher = _launcher(x)
-    if launcher is None or dtype not in _FLOATS:
+    if launcher is None or dtype not in _FLOATS or (largest is not None and largest.dtype == torch.float64):
         return twins.cast_scaled(x, dtype, largest=largest, divisor=divisor, down=down)
     out = torch.empty_like(x, dtype=dtype)
     grid = (-(-x.numel() // (4 * launcher.threads)),)

@@ -81,7 +81,8 @@ def arguments(args: Sequence[object]) -> list[np.generic]:
     out: list[np.generic] = []
     for arg in args:
         if isinstance(arg, Tensor):
-            assert arg.is_contiguous(), "kernels read memory without gaps"
+            if not arg.is_contiguous():
+                raise ValueError(f"kernel: got strides {arg.stride()} of {tuple(arg.shape)}; expected a contiguous tensor")
             out.append(np.uint64(arg.data_ptr()))
         elif arg is None:
             out.append(np.uint64(0))
@@ -91,11 +92,18 @@ def arguments(args: Sequence[object]) -> list[np.generic]:
     return out
 
 
-def fits(dtype: torch.dtype, shape: tuple[int, ...], *tensors: Tensor | None) -> None:
-    """Kernels get addresses: a tensor of another type or shape would be memory read wrongly."""
-    for tensor in tensors:
-        if tensor is not None and (tensor.dtype != dtype or tuple(tensor.shape) != shape):
-            raise ValueError(f"kernel: got {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
+def fits(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], **tensors: Tensor | None) -> None:
+    """Kernels get addresses: a tensor of another type, shape or device, or with gaps, would be memory read wrongly."""
+    for name, tensor in tensors.items():
+        if tensor is None or (
+            (tensor.device, tensor.dtype, tensor.shape) == (device, dtype, shape) and tensor.is_contiguous()
+        ):
+            continue
+        gaps = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
+        raise ValueError(
+            f"{name}: got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}{gaps}, expected {dtype} {shape} on "
+            f"{device}, contiguous; convert it with .to() or .contiguous()"
+        )
 
 
 def f32(x: float) -> np.float32:

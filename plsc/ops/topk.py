@@ -55,7 +55,7 @@ def split_topk(
 ) -> tuple[Tensor, Tensor]:
     """`block_topk` over all ranks' blocks, for this rank's samples [B, D]; every rank calls it with the same B."""
     (queries,) = gather_packed([x], comm)  # [N, D]
-    scores, classes = block_topk(queries, blocks, k, first=shard.start, none=shard.total, bias=bias)
+    scores, classes = block_topk(queries, blocks, k, first=shard.start, bias=bias)
     batch, world = len(x), comm.world_size
     all_scores, all_classes = gather_packed([scores, classes], comm)  # [W * N, k]
     mine = slice(comm.rank * batch, (comm.rank + 1) * batch)
@@ -79,8 +79,8 @@ def block_topk(
     Args:
         queries: [N, D]; blocks: each [n, (K,) D], the best of K counts; bias: one a row, in the order they come.
     Returns:
-        scores [N, k] in falling order and rows [N, k], the lower one first among equals; -inf and `none` where there
-        are fewer rows than k.
+        scores [N, k] in falling order and rows [N, k], the lower one first among equals; -inf and `none`, which is the
+        number of no row, where there are fewer rows than k.
     """
     best = (
         queries.new_full((len(queries), k), -torch.inf),
@@ -101,31 +101,34 @@ def block_topk(
             done += len(part)
             filled += len(part)
             if filled == SCORES:
-                _improve(*best, found, start, bias, start - first)
+                _improve(*best, found, start, none, bias, start - first)
                 start, filled = start + filled, 0
     if filled:
-        _improve(*best, found[:, :filled], start, bias, start - first)
+        _improve(*best, found[:, :filled], start, none, bias, start - first)
     return best
 
 
-def _improve(scores: Tensor, ids: Tensor, found: Tensor, start: int, bias: Tensor | None, row: int) -> None:
+def _improve(
+    scores: Tensor, ids: Tensor, found: Tensor, start: int, none: int, bias: Tensor | None, row: int
+) -> None:
     """Puts into the best so far [N, k] what is better among the scores found [N, n] of the rows from `start` on."""
     if bias is not None:
         found += bias[row : row + found.shape[1]]
     width, k = found.shape[1], scores.shape[1]
     if launcher_for(found.device) is not None and found.dtype != torch.float64:
-        for whole, new in zip((scores, ids), kernels.merge_topk(scores, ids, found, k=k, first=start), strict=True):
-            whole.copy_(new)
+        merged = kernels.merge_topk(scores, ids, found, k=k, first=start, filler=none)
+        scores.copy_(merged[0])
+        ids.copy_(merged[1])
         return
     group = GROUP if width % GROUP == 0 and width > 4 * GROUP * k else 1
     peaks = found.unflatten(1, (-1, group)).amax(2) if group > 1 else found  # [N, groups]
-    # An equal score has a higher id than what it would push out: only a greater one counts, or nan, to be seen.
-    better = (~(peaks.amax(1) <= scores[:, -1])).nonzero().flatten()
+    # An equal score has a higher id than the row it would push out: only a greater one counts, or nan, to be seen.
+    better = (~(peaks.amax(1) <= scores[:, -1]) | (ids[:, -1] == none)).nonzero().flatten()
     if len(better) == 0:
         return
     best, at = _first_best(found, peaks, better, min(k, width))
     both = torch.cat([scores[better], best], 1), torch.cat([ids[better], at + start], 1)
-    scores[better], ids[better] = kernels.merge_topk(*both, None, k=k)
+    scores[better], ids[better] = kernels.merge_topk(*both, None, k=k, filler=none)
 
 
 def _first_best(found: Tensor, peaks: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor]:

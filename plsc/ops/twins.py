@@ -13,6 +13,7 @@ from torch import Tensor
 from plsc.ops.formats import join, split, to_bf16, to_int8
 from plsc.ops.sampling import mix
 
+_LAST = 2**63 - 1  # a class behind all others
 FP16_TOP = 15  # the largest element is scaled to below 2**15: a sum in float16 then stays below its 65504
 
 # ---- softmax over a block of classes
@@ -217,17 +218,20 @@ def _rounded(x: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
 def merge_topk(
     scores: Tensor, classes: Tensor, found: Tensor | None, *, k: int, first: int = 0, filler: int = -1
 ) -> tuple[Tensor, Tensor]:
+    real = classes != filler
+    scores, classes = torch.where(real, scores, -math.inf), torch.where(real, classes, _LAST)
     if found is not None:
         ids = torch.arange(first, first + found.shape[1], device=found.device).expand_as(found)
         scores, classes = torch.cat([scores, found], 1), torch.cat([classes, ids], 1)
     missing = k - scores.shape[1]
     if missing > 0:
         scores = torch.cat([scores, scores.new_full((len(scores), missing), -math.inf)], 1)
-        classes = torch.cat([classes, classes.new_full((len(classes), missing), filler)], 1)
+        classes = torch.cat([classes, classes.new_full((len(classes), missing), _LAST)], 1)
     order = classes.argsort(dim=1, stable=True)
     scores, classes = scores.gather(1, order), classes.gather(1, order)
     order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
-    return scores.gather(1, order), classes.gather(1, order)
+    classes = classes.gather(1, order)
+    return scores.gather(1, order), torch.where(classes == _LAST, filler, classes)
 
 
 def largest_entries(x: Tensor, count: int) -> Tensor:

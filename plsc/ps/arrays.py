@@ -47,8 +47,8 @@ def as_floats(x: Array, shape: tuple[int, ...], what: str) -> np.ndarray:
 
 def as_counts(x: Array, shape: tuple[int, ...]) -> np.ndarray:
     array = as_floats(x, shape, "shows or clicks")
-    if not (np.isfinite(array) & (array >= 0)).all():
-        raise ValueError("shows or clicks: got a NaN, an infinity or less than 0 among them, expected counts")
+    if not np.isfinite(array).all():
+        raise ValueError("shows or clicks: got a NaN or an infinity among them, expected finite numbers")
     return array
 
 

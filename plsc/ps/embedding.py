@@ -92,6 +92,8 @@ class SparseEmbedding(nn.Module):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
+        if torch.compiler.is_compiling():  # here and not as a decorator, which would import the compiler for everybody
+            return torch.compiler.disable(self.forward)(input, offsets, per_sample_weights)
         ids, offsets = (input, offsets) if isinstance(input, Tensor) else _joined(input, offsets)
         if ids.dtype == torch.uint64:
             ids = ids.view(torch.int64)
@@ -117,8 +119,6 @@ class SparseEmbedding(nn.Module):
         if length == 0:
             starts = torch.zeros(ids.shape[:-1].numel(), dtype=torch.int64, device=ids.device)
         return self._bags(at.reshape(-1), rows, starts, flat).reshape(*ids.shape[:-1], self.table.dim)
-
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable, less its slow import
 
     def requires_grad_(self, requires_grad: bool = True) -> "SparseEmbedding":
         """False: rows are read only, as in eval(). It has no parameter, so a module around it does not reach here."""
@@ -174,7 +174,11 @@ class SparseEmbedding(nn.Module):
     def get_extra_state(self) -> Tensor:
         """Which table this is, as the bytes of a JSON text in a tensor: checkpoints need no pickle for it."""
         rule = getattr(self.table, "rule", None)  # what only serves has none, and no save
-        told = {"dim": self.table.dim, "rule": getattr(rule, "name", None), "save": getattr(self.table, "last_save", None)}
+        told = {
+            "dim": self.table.dim,
+            "rule": getattr(rule, "name", None),
+            "save": getattr(self.table, "last_save", None),
+        }
         text = json.dumps(told)
         return torch.frombuffer(bytearray(text.encode().ljust(TOLD)), dtype=torch.uint8)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.ps.arrays import Array, as_floats, as_keys, as_output, empty_like_kind
+from plsc.ps.arrays import Array, as_counts, as_floats, as_keys, as_output, empty_like_kind
 from plsc.ps.rules import PythonRule, Rule, as_rule, core_options, describe, rule_of_save
 
 FORMAT = 1
@@ -172,7 +172,7 @@ class Table:
                 return self._push_python(self.rule, array, floats)
             with self._one_push:
                 return self._push_python(self.rule, array, floats)
-        counts = [None if x is None else as_floats(x, array.shape, "shows or clicks") for x in (shows, clicks)]
+        counts = [None if x is None else as_counts(x, array.shape) for x in (shows, clicks)]
         return int(self._core.push(array, floats, *counts, self._lr))
 
     def _push_python(self, rule: PythonRule, keys: np.ndarray, grads: np.ndarray) -> int:

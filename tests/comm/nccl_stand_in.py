@@ -45,11 +45,15 @@ class StandIn:
         self.sends: dict[int, bytes] = {}
         self.receives: list[tuple[int, int, int]] = []
         self.wires: Communicator | None = None
+        self.kept: list[tuple[int, int]] = []  # memory that the allocator keeps for the verb under way, [from, to)
         self.streams = self.events = 0  # how many there are
         self.happened = True  # whether events that are recorded from now on have happened
 
     def note(self, *call: Any) -> None:
         self.calls.append(call)
+
+    def expect_kept(self, at: int, size: int) -> None:
+        assert any(start <= at and at + size <= end for start, end in self.kept), "nobody keeps this memory"
 
     def groupStart(self) -> None:
         self.note("groupStart")
@@ -79,6 +83,7 @@ class Handle:
 
     def memory(self, at: int, count: int, kind: int) -> Tensor:
         dtype = StandIn.TYPES[kind]
+        self.nccl.expect_kept(at, count * dtype.itemsize)
         return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(at), dtype=dtype)
 
     def allReduce(self, send: int, recv: int, count: int, kind: int, op: int, stream: int) -> None:
@@ -115,6 +120,7 @@ class Handle:
 
     def recv(self, at: int, count: int, kind: int, peer: int, stream: int) -> None:
         self.nccl.note("recv", count, kind, peer, stream)
+        self.nccl.expect_kept(at, count)
         self.nccl.receives.append((at, count, peer))
 
     def commSplit(self, color: int, key: int) -> Handle:
@@ -137,7 +143,6 @@ class Handle:
     def abort(self) -> None:
         assert not self.ended
         self.ended = "aborted"
-
 
 
 # ---- torch.cuda, for the rank whose thread asks
@@ -196,6 +201,8 @@ def current_stream(device: torch.device | None = None) -> Stream:
 
 
 def record_stream(x: Tensor, stream: Stream) -> None:
+    assert _rank.nccl is not None
+    _rank.nccl.kept.append((x.data_ptr(), x.data_ptr() + x.nbytes))
     note("record_stream", tuple(x.shape), stream.cuda_stream)
 
 
@@ -206,7 +213,7 @@ class Standing(CupyNcclCommunicator):
     """Tells the stand-in whose verb it is: groups of NCCL belong to no communicator."""
 
     def _run(self, call: Any, issue: Any, finish: Any, *tensors: Tensor) -> Any:
-        self._session.nccl.wires = self.handle.wires
+        self._session.nccl.wires, self._session.nccl.kept = self.handle.wires, []
         return super()._run(call, issue, finish, *tensors)
 
 

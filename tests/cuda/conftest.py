@@ -71,3 +71,33 @@ def launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
+
+
+@pytest.fixture
+def elsewhere() -> Callable[[torch.Tensor], torch.Tensor]:
+    """A copy of a tensor at an address that is a multiple of one element only."""
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty(x.numel() + 1, dtype=x.dtype)
+        return memory[1:].view(x.shape).copy_(x)
+
+    return move
+
+
+class Recorder:
+    """A launcher that keeps what it is asked and runs nothing: for shapes that no memory holds."""
+
+    threads = 256
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def launch(self, file: str, kernel: str, *, grid: Any, args: Any, threads: int | None = None) -> None:
+        self.grids.append(tuple(grid))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(kernels, "launcher_for", lambda device: recorder)
+    return recorder

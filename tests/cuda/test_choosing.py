@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from plsc.comm import Shard
 from plsc.ops import kernels, sampling, twins
@@ -36,17 +34,6 @@ def test_sampling_is_the_same_bit_for_bit(launch: Any, generator: torch.Generato
                     got = kernels.sample_classes(labels, shard, rate=rate, seed=seed, step=step)
                     expected = sampling.sample_classes(labels, shard, rate=rate, seed=seed, step=step)
                     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 4000), st.integers(1, 4), st.floats(0.0, 1.0), st.integers(-(2**63), 2**63 - 1), st.data())
-def test_sampling_of_any_shape(launch: Any, total: int, world_size: int, rate: float, seed: int, data: Any) -> None:
-    launch(order=data.draw(st.integers(0, 5)))
-    labels = torch.tensor(data.draw(st.lists(st.integers(-1, total - 1), max_size=9)), dtype=torch.int64)
-    shard = Shard.of(total, Ranks(data.draw(st.integers(0, world_size - 1)), world_size))  # type: ignore[arg-type]
-    got = kernels.sample_classes(labels, shard, rate=rate, seed=seed, step=3)
-    expected = sampling.sample_classes(labels, shard, rate=rate, seed=seed, step=3)
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -157,3 +144,95 @@ def test_search_and_compression_take_the_kernels(
     got = block_topk(queries, rows.split(128), 6, first=50), largest_entries(x, 0.01)
     assert torch.equal(got[0][0], expected[0][0]) and torch.equal(got[0][1], expected[0][1])
     assert torch.equal(got[1], expected[1])
+
+
+def test_vectors_longer_than_a_grid(launch: Any, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thread blocks that go through in strides, as 1,024 do from 262,144 or 1,048,576 entries on."""
+    monkeypatch.setattr(kernels, "_WAVE", 2)
+    for order in ORDERS:
+        launch(threads=32 << order % 2, order=order, workers=1 + order % 2)
+        for n in (127, 128, 255, 256, 257, 1500):
+            x = torch.randn(n, generator=generator)
+            for place in (0, n // 2, n - 1):  # the largest is everywhere found
+                x[place] = 100.0 + place
+                assert kernels.largest_magnitude(x) == 100.0 + place
+            for count in (1, 3, n // 2):
+                assert torch.equal(kernels.largest_entries(x, count), twins.largest_entries(x, count))
+
+
+def test_not_a_number_is_one_magnitude_whatever_its_bits(launch: Any) -> None:
+    """Kept from the front, as other equal ones are."""
+    launch()
+    payloads = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    x = torch.cat([torch.tensor([1.0, math.inf]), payloads, torch.tensor([9.0])])
+    assert x.isnan().sum() == 5
+    for count in range(1, 9):
+        assert kernels.largest_entries(x, count).tolist() == sorted([2, 3, 4, 5, 6, 1, 7, 0][:count])
+
+
+@pytest.mark.parametrize("filler", [-1, 900, 2**40])
+def test_fillers_are_no_candidates(launch: Any, filler: int) -> None:
+    """Rows whose score is -inf are rows, before all fillers."""
+    launch(order=2)
+    worst = -math.inf
+    scores, classes = torch.tensor([[4.0, worst, worst, worst]]), torch.tensor([[7, filler, 3, filler]])
+    for module in (kernels, twins):
+        for found, expected in ((None, [7, 3]), ([2.0, worst], [7, 20, 3, 21]), ([math.nan, worst], [20, 7, 3, 21])):
+            new = None if found is None else torch.tensor([found])
+            for k in (1, 2, 3, 4, 6, 9):
+                best, ids = module.merge_topk(scores, classes, new, k=k, first=20, filler=filler)
+                assert ids.tolist() == [(expected + [filler] * 9)[:k]]
+                assert (best[0, len(expected) :] == worst).all()
+
+
+@pytest.mark.parametrize("none", [-1, 50])
+def test_search_with_fewer_rows_than_k(launch: Any, monkeypatch: pytest.MonkeyPatch, none: int) -> None:
+    """The same with kernels and without, a bias of -inf included."""
+    queries, rows = torch.eye(2, 4), torch.tensor([[3.0, 1, 0, 0], [1, 3, 0, 0], [2, 2, 0, 0]])
+    for bias in (None, torch.tensor([0.0, -math.inf, -math.inf])):
+        plain = block_topk(queries, rows.split(2), 6, none=none, bias=bias)
+        expected = [[0, 2, 1], [1, 2, 0]] if bias is None else [[0, 1, 2]] * 2
+        assert plain[1].tolist() == [row + [none] * 3 for row in expected]
+        with monkeypatch.context() as patch:
+            launcher = launch(order=3)
+            patch.setattr("plsc.ops.topk.launcher_for", lambda device, launcher=launcher: launcher)
+            got = block_topk(queries, rows.split(2), 6, none=none, bias=bias)
+            assert launcher.launched
+        assert torch.equal(got[0], plain[0]) and torch.equal(got[1], plain[1])
+
+
+def test_gaps_and_counts_are_as_the_twins_take_them(launch: Any) -> None:
+    launch()
+    x = torch.arange(-6.0, 6.0)
+    assert torch.equal(kernels.largest_entries(x[::2], 2), twins.largest_entries(x[::2], 2))
+    assert kernels.largest_entries(x[:3], 7).tolist() == [0, 1, 2]
+    assert kernels.largest_magnitude(x[::2]) == 6 and kernels.largest_magnitude(x.view(3, 4).t()) == 6
+    grid = x.view(3, 4).t()
+    assert torch.equal(kernels.cast_scaled(grid, torch.float16), grid.half())
+    assert kernels.cast_scaled(torch.tensor(3.0), torch.bfloat16).item() == 3
+    shard = Shard.of(3000, Ranks(0, 1))  # type: ignore[arg-type]
+    labels = torch.tensor([5, 2999, -1], dtype=torch.int32)
+    got, expected = (m.sample_classes(labels, shard, rate=0.01, seed=1, step=0) for m in (kernels, sampling))
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+def test_what_does_not_belong_together_is_refused(launch: Any) -> None:
+    launcher = launch()
+    scores, classes, found = torch.zeros(3, 1), torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, 4)
+    one = torch.tensor(1.0)
+    refused: list[tuple[Any, str]] = [
+        (lambda: kernels.merge_topk(scores, classes, found[:1], k=2), r"found: got torch.float32 \(1, 4\)"),
+        (lambda: kernels.merge_topk(scores, classes.to("meta"), found, k=2), "classes: got .* on meta"),
+        (lambda: kernels.merge_topk(scores, classes, found, k=2, first=2**32 - 3), "merge_topk: got classes 42949672"),
+        (lambda: kernels.largest_entries(found, 2), r"largest_entries: got 2 of \(3, 4\)"),
+        (lambda: kernels.largest_entries(found[0], -1), "largest_entries: got -1"),
+        (lambda: kernels.cast_scaled(found, torch.float16, largest=one.bfloat16()), "largest: got torch.bfloat16"),
+        (lambda: kernels.cast_scaled(found, torch.float16, largest=one[None]), r"largest: got torch.float32 \(1,\)"),
+        (lambda: kernels.cast_scaled(found, torch.float16, largest=one.to("meta")), "largest: got .* on meta"),
+    ]
+    for call, words in refused:
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert not launcher.launched
+    got = kernels.cast_scaled(found + 1, torch.float16, largest=one.double())  # of a reduction of float64
+    assert (got == 2.0**14).all() and not launcher.launched

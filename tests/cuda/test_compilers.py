@@ -49,6 +49,30 @@ def test_sources_are_found_and_options_agree(cubin: ModuleType) -> None:
     assert {"softmax", "update", "sample", "topk", "select", "half"} == set(FILES)
 
 
+@pytest.mark.parametrize("script", ["tools/cubin.py", "tools/gpu_check.py", "benchmarks/gpu_head.py"])
+def test_commands_of_a_docstring_are_understood(script: str) -> None:
+    """By the script's own parser; here it is only loaded, and nothing runs."""
+    spec = importlib.util.spec_from_file_location(f"plsc_{Path(script).stem}_commands", ROOT / script)
+    assert spec is not None and spec.loader is not None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    lines = [line.partition("#")[0].split() for line in (module.__doc__ or "").splitlines()]
+    commands = [words[2:] for words in lines if words[:2] == ["python", script]]
+    assert len(commands) > 1
+    for words in commands:
+        module.parse(words)
+
+
+def test_cubin_takes_files_and_gpus(cubin: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    args = cubin.parse(["--arch", "90", "softmax", "--arch", "75"])
+    assert args.files == ["softmax"] and args.arch == [90, 75]
+    args = cubin.parse([])
+    assert args.files == FILES and args.arch == list(cubin.ARCHITECTURES)
+    with pytest.raises(SystemExit):
+        cubin.parse(["softmaxx"])
+    assert "got softmaxx, expected some of half, sample" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_nvcc_takes_all_without_a_spill() -> None:
     if shutil.which("nvcc") is None:

@@ -1,7 +1,11 @@
 """The script for GPUs: its lines survive a failure, and on a CPU every path of it runs."""
 
+import importlib.metadata
 import importlib.util
 import json
+import math
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,7 +33,7 @@ def check(shim: Any) -> ModuleType:
 
 
 TOY = """
-import importlib.util, os, signal, sys, time
+import importlib.util, os, signal, subprocess, sys, time
 spec = importlib.util.spec_from_file_location("plsc_gpu_check", {path!r})
 sys.modules[spec.name] = check = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check)
@@ -38,15 +42,22 @@ def breaks(run):
     run.add("first", "1")
     raise RuntimeError("no such thing\\nsecond line")
 
+def child():
+    return subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True).stdout.readline()
+
+def leaves(run):
+    run.add("left", child())
+
 def hangs(run):
-    run.add("pid", str(os.getpid()))
+    run.add("pids", f"{{os.getpid()}} {{child()}}")
     time.sleep(600)
 
 def dies(run):
     run.add("before", "3")
     os.kill(os.getpid(), signal.SIGSEGV)
 
-check.SECTIONS = {{"breaks": breaks, "dies": dies, "hangs": hangs, "last": lambda run: run.add("after", "4", ok=True)}}
+check.SECTIONS = {{"breaks": breaks, "dies": dies, "leaves": leaves, "hangs": hangs}}
+check.SECTIONS["last"] = lambda run: run.add("after", "4", ok=True)
 check.LIMITS = {{"hangs": {limit}}}
 check.main()
 """
@@ -71,47 +82,54 @@ def alive(pid: int) -> bool:
     return state.exists() and state.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
+def wait_for_the_end_of(pids: list[str]) -> None:
+    """Whoever killed them need not have waited until they were gone."""
+    deadline = time.monotonic() + 30
+    while any(alive(int(pid)) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert pids and not [pid for pid in pids if alive(int(pid))]
+
+
 @pytest.mark.slow
 def test_a_section_ends_alone(tmp_path: Path) -> None:
-    """One that fails, one that crashes, one that hangs: each is a line, what came before it stays, the next runs."""
+    """One that fails, crashes or hangs is a line, what came before it stays, the next runs; nobody's child stays."""
     process = start(tmp_path, 8.0)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1, text
     found = lines_of(tmp_path)
-    (pid,) = (value for _, what, value, _ in found if what == "pid")
+    (left,) = (value for _, what, value, _ in found if what == "left")
+    (pids,) = (value for _, what, value, _ in found if what == "pids")
     assert found == [
         ("breaks", "first", "1", None),
         ("breaks", "section", "RuntimeError: no such thing", False),
         ("dies", "before", "3", None),
         ("dies", "section", "its process ended with -11", False),
-        ("hangs", "pid", pid, None),
+        ("leaves", "left", left, None),
+        ("hangs", "pids", pids, None),
         ("hangs", "section", "stopped after 8 s", False),
         ("last", "after", "4", True),
     ]
-    assert not alive(int(pid))
+    wait_for_the_end_of([left, *pids.split()])
     table = (tmp_path / "out" / "gpu_check.md").read_text().splitlines()
     assert len(table) == 2 + len(found) and table[3] == "| breaks | section | RuntimeError: no such thing |  | **no** |"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, "the time"])
-def test_a_stop_leaves_what_was_found(tmp_path: Path, how: Any) -> None:
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL, "the time"])
+def test_a_stop_leaves_what_was_found_and_no_process(tmp_path: Path, how: Any) -> None:
     process = start(tmp_path, 600.0, "--only", "breaks", "hangs", "last", *(["--seconds", "12"] * (how == "the time")))
-    pid, deadline = 0, time.monotonic() + 120
-    while not pid and time.monotonic() < deadline:
+    pids, deadline = [], time.monotonic() + 120
+    while not pids and time.monotonic() < deadline:
         time.sleep(0.05)
         if (tmp_path / "out" / "gpu_check.json").exists():
-            pid = next((int(value) for _, what, value, _ in lines_of(tmp_path) if what == "pid"), 0)
-    assert pid
+            pids = next((value.split() for _, what, value, _ in lines_of(tmp_path) if what == "pids"), [])
+    assert len(pids) == 2
     if how != "the time":
         process.send_signal(how)
     process.communicate(timeout=60)
-    assert process.returncode == {signal.SIGTERM: 143, signal.SIGKILL: -9}.get(how, 1)
-    for _ in range(100):  # the kernel ends the section's process after its parent
-        if not alive(pid):
-            break
-        time.sleep(0.05)
-    assert not alive(pid)
+    known = {signal.SIGTERM: 143, signal.SIGINT: -2, signal.SIGHUP: -1, signal.SIGKILL: -9}
+    assert process.returncode == known.get(how, 1)
+    wait_for_the_end_of(pids)
     found = lines_of(tmp_path)
     assert [line[0] for line in found[:3]] == ["breaks", "breaks", "hangs"]
     table = (tmp_path / "out" / "gpu_check.md").read_text()
@@ -160,11 +178,164 @@ def test_head_of_kernels_is_right(check: ModuleType, launch: Any, by: str) -> No
     assert launcher is None or "update.sgd_split_bf16" in launcher.launched
 
 
+def test_what_is_no_number_is_no_match(check: ModuleType) -> None:
+    """Against a relative error by hand; NaN, infinity, shapes and types on one side only are infinitely wrong."""
+    one, nan, inf = torch.tensor([3.0, 4.0]), torch.tensor([3.0, math.nan]), torch.tensor([3.0, math.inf])
+    assert check.difference(torch.tensor([3.0, 4.5]), one) == 0.5 / 5.0
+    for same in (one, nan, inf, torch.tensor(math.nan), torch.empty(0), torch.tensor([1, 2])):
+        assert check.difference(same.clone(), same) == 0.0
+    wrong = [(nan, one), (one, nan), (inf, one), (one, inf), (-inf, inf), (inf, nan), (nan * math.nan, nan)]
+    wrong += [(one[:1], one), (one[None], one), (one.bfloat16(), one), (torch.tensor([1, 2]), torch.tensor([1, 3]))]
+    wrong += [(torch.tensor(math.nan), torch.tensor(0.0)), (torch.ones(1), torch.ones(4))]
+    for got, expected in wrong:
+        assert check.difference(got, expected) == math.inf
+    for errors in ([0.1, math.nan], [math.nan, 0.1], [math.inf], [0.0, -math.inf]):
+        assert check.worst(errors) == math.inf
+    assert check.worst([0.1, 0.3, 0.2]) == 0.3 and check.worst([]) == 0.0
+
+
+@pytest.mark.parametrize("name", ["exp_rows", "online_rows", "sgd_rows", "merge_topk", "largest_magnitude"])
+def test_a_kernel_that_gives_nan_is_seen(
+    check: ModuleType, launch: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that it returns or writes is NaN: each of its lines says no, those of others do not."""
+    launch(order=3)
+    right = getattr(kernels, name)
+
+    def spoiled(*args: Any, **options: Any) -> Any:
+        found = right(*args, **options)
+        written = [options["out"]] if "out" in options else args[:1] if name == "sgd_rows" else []
+        for x in [*written, *(found if isinstance(found, tuple) else [found])]:
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                x.fill_(math.nan)
+        return found
+
+    monkeypatch.setattr(kernels, name, spoiled)
+    monkeypatch.setattr(check, "KERNEL_TESTS", ())
+    monkeypatch.setattr(check, "behind_the_shim", lambda: None)
+    run = check.Run(torch.device("cpu"), tmp_path, 60.0)
+    check.kernel_checks(run)
+    assert {line.what for line in run.results if line.ok is not True} == {
+        line.what for line in run.results if line.what.startswith(name)
+    }
+    assert any(line.ok is False for line in run.results)
+
+
+@pytest.mark.parametrize("at", [0, 30, 120, 199])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_seen(
+    check: ModuleType, tmp_path: Path, at: int, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losses(device: torch.device, steps: int, **options: Any) -> list[float]:
+        found = [1.0] * 200
+        if device.type == "meta" and options:
+            found[at] = value
+        return found
+
+    monkeypatch.setattr(check, "losses", losses)
+    run = check.Run(torch.device("meta"), tmp_path, 60.0)
+    check.training(run)
+    assert all(line.ok for line in run.results[:2]) and not all(line.ok for line in run.results[2:])
+
+
+def test_a_head_that_gives_nan_is_seen(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = check.load(ROOT / "benchmarks" / "gpu_head.py")
+    right = module.kernels.sgd_rows
+    monkeypatch.setattr(module.kernels, "sgd_rows", lambda w, g, v, **o: (right(w, g, v, **o), v.fill_(math.nan)))
+    assert module.check(torch.device("cpu")) == math.inf
+
+
+def test_a_cell_stays_a_cell(check: ModuleType, tmp_path: Path) -> None:
+    """Whatever an error says: a line of the table has five cells, and the JSON has the words as they are."""
+    run = check.Run(torch.device("cpu"), tmp_path, 60.0)
+    run.section, words = "one", "RuntimeError: x | y\nz || \ttab"
+    run.add("a | b", words, ok=False, wanted="|")
+    table = (tmp_path / "gpu_check.md").read_text().splitlines()
+    assert len(table) == 4 and all(len(re.findall(r"(?<!\\)\|", line)) == 6 for line in table)
+    assert table[2] == r"| one | a \| b | RuntimeError: x \| y z \|\| tab | \| | **no** |"
+    assert json.loads((tmp_path / "gpu_check.json").read_text())["results"][0]["value"] == words
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_logs_of_libraries_are_no_verdict(check: ModuleType, stream: str) -> None:
+    """Lines before and after the one that counts, on either stream; the exit status counts as well."""
+    program = "import sys; print('noise', file=sys.{0}); print('kept', flush=True); print('[I] bye', file=sys.{0})"
+    command = [sys.executable, "-c", program.format(stream)]
+    assert check.say(command, line="^kept$", seconds=30) == (0, "kept")
+    command[-1] += "; sys.exit(3)"
+    assert check.say(command, line="^kept$", seconds=30) == (3, "kept")
+    assert check.say([sys.executable, "-c", "print('not kept')"], line="^kept$", seconds=30) == (0, "not kept")
+    slow = "import subprocess; subprocess.run(['sleep', '3'])"  # whose child keeps the streams open
+    begin = time.monotonic()
+    assert check.say([sys.executable, "-c", slow], line="", seconds=0.5) == (None, "stopped after 0.5 s")
+    assert time.monotonic() - begin < 2.9
+
+
+@pytest.mark.parametrize(("text", "ok"), [("1 == 1", True), ("1 == 2", False), ("pytest.skip('why')", False)])
+def test_a_file_of_tests_as_a_line(check: ModuleType, tmp_path: Path, text: str, ok: bool) -> None:
+    """Failed, or nothing but skipped, is a no; what the machine asks of pytest changes nothing."""
+    path = tmp_path / "test_one.py"
+    path.write_text(f"import pytest, warnings\n\ndef test_one():\n    warnings.warn('x')\n    assert {text}\n")
+    run = check.Run(torch.device("cpu"), tmp_path, 60.0)
+    run.section = "one"
+    check.run_tests(run, path, PYTEST_PLUGINS="")
+    (line,) = run.results
+    assert line.ok is ok and re.search(r"1 (passed|failed|skipped).* in ", line.value)
+
+
+def test_no_gpu_is_said_in_one_sentence(check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"^found no GPU; --device cpu runs every path small$"):
+        check.main()
+    assert not (tmp_path / "out").exists()
+
+
+PRESENT = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "pytest", "pillow", "safetensors")  # as docs/gpu.md says
+ABSENT = """
+import sys
+
+class Absent:
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent)
+"""
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def modules_of_others() -> set[str]:
+    """Installed modules that neither PRESENT, nor what they need, nor plsc brings."""
+    present, found = {"plsc"}, list(PRESENT)
+    while found:
+        if (name := canonical(found.pop())) not in present:
+            try:
+                needs = importlib.metadata.requires(name) or []
+            except importlib.metadata.PackageNotFoundError:
+                continue
+            present.add(name)
+            found += [re.split(r"[^\w.-]", need)[0] for need in needs if "extra ==" not in need]
+    brought = importlib.metadata.packages_distributions().items()
+    return {module for module, names in brought if present.isdisjoint(map(canonical, names))} - {"numpy"}
+
+
 @pytest.mark.slow
-def test_every_path_runs_on_a_cpu(check: ModuleType, tmp_path: Path) -> None:
+def test_every_path_runs_on_a_cpu_that_has_no_more_than_it_needs(check: ModuleType, tmp_path: Path) -> None:
+    """Every section, all files of tests; whatever docs/gpu.md does not list is hidden from all processes."""
+    others = modules_of_others()
+    assert {"hypothesis", "tomli_w", "tyro"} <= others and "torch" not in others
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "sitecustomize.py").write_text(ABSENT.format(names=others))
     command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--device", "cpu", "--out", str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    noise = {"TORCH_CPP_LOG_LEVEL": "INFO", "PYTHONPATH": str(tmp_path / "hidden")}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **noise})
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     lines = json.loads((tmp_path / "gpu_check.json").read_text())["results"]
     assert {line["section"] for line in lines} == set(check.SECTIONS)
-    assert sum(line["ok"] is True for line in lines) >= 15
+    passed = {line["what"] for line in lines if line["ok"] is True}
+    files = {*(f"test_{name}.py" for name in check.KERNEL_TESTS), "test_cupy_nccl.py", "test_quiet_steps.py", "gloo"}
+    assert files <= passed and len(passed) >= 30

@@ -161,9 +161,66 @@ def test_wrong_types_and_shapes_are_refused(launch: Any) -> None:
     shift = torch.zeros(2)
     for bad in ({"place": place.int()}, {"shift": shift.bfloat16()}, {"shift": torch.zeros(3)}, {"inverse": shift}):
         given = {"shift": shift, "place": place, "out": x.clone(), **bad}
-        with pytest.raises(ValueError, match=r"kernel: got torch\.\w+ \(\d,\), expected"):
+        with pytest.raises(ValueError, match=rf"{next(iter(bad))}: got torch\.\w+ \(\d,\) on cpu, expected"):
             kernels.exp_rows(x, **given)
     with pytest.raises(ValueError, match=r"expected torch\.int64"):
         kernels.sgd_rows(x, x.clone(), None, lr=0.1, rows=place.int())
     with pytest.raises(ValueError, match=r"expected torch\.int16"):
         kernels.sgd_rows(x.bfloat16(), x.clone(), None, lr=0.1, low=x.int())
+
+
+def test_every_tensor_may_lie_at_any_address(launch: Any, generator: torch.Generator, elsewhere: Any) -> None:
+    """Vector loads only where all addresses allow them: the shim refuses others."""
+    launch(order=4)
+    given = batch(6, 1028, generator)
+    _, e = twin(twins.exp_rows, given, EXP, scale=SCALE)
+    _, g = twin(twins.grad_rows, given, GRAD, scale=SCALE)
+    top = twins.online_rows(given["product"], given["place"], inverse=given["inverse"], scale=SCALE)[0]
+    for name in ("product", "inverse", "out"):
+        for names, fn, expected in ((EXP, kernels.exp_rows, e), (GRAD, kernels.grad_rows, g)):
+            moved = {**given, "out": torch.empty(6, 1028)}
+            moved[name] = elsewhere(moved[name])
+            fn(*(moved[n] for n in names), inverse=moved["inverse"], out=moved["out"], scale=SCALE)
+            close(moved["out"], expected, 2e-5)
+        got, _ = kernels.online_rows(moved["product"], moved["place"], inverse=moved["inverse"], scale=SCALE)
+        close(got, top, 1e-6)
+
+
+def test_exponentials_down_to_the_smallest_numbers(launch: Any) -> None:
+    """Below e^-87 they are subnormal, and no zeros."""
+    launch(order=1)
+    logits = torch.linspace(-104.0, -80.0, 200)[None]
+    expected, nowhere = logits.double().exp(), torch.tensor([-1])
+    out = torch.empty(1, 200)
+    kernels.exp_rows(logits, torch.zeros(1), nowhere, out=out)
+    assert ((out.double() - expected).abs() <= 2e-5 * expected + 2.0**-149).all()
+    kernels.grad_rows(logits, torch.zeros(1), nowhere, torch.full((1,), 3.0), torch.zeros(1), out=out)
+    assert ((out.double() - 3 * expected).abs() <= 6e-5 * expected + 2.0**-147).all()
+
+
+def test_grids_fit_whatever_the_classes(recorder: Any) -> None:
+    """A GPU takes 2**31 - 1 blocks in x and 65,535 in y and z: at 300 million classes 73,243 chunks of 4,096."""
+    product, place = torch.empty(9, 300_000_000, device="meta"), torch.empty(9, dtype=torch.int64, device="meta")
+    some = torch.empty(9, device="meta")
+    kernels.exp_rows(product, some, place, out=product)
+    kernels.grad_rows(product, some, place, some, some, out=product)
+    kernels.online_rows(product, place)
+    assert recorder.grids == [(3 * 73_243,), (3 * 73_243,), (9 * 73_243,)]
+
+
+def test_other_devices_are_refused_and_gaps_go_to_the_twin(launch: Any, generator: torch.Generator) -> None:
+    launcher = launch()
+    given = batch(4, 8, generator)
+    for name in ("place", "inverse", "shift", "out"):
+        moved = {name: given[name] for name in (*EXP, "inverse")} | {"out": torch.empty(4, 8)}
+        moved[name] = moved[name].to("meta")
+        with pytest.raises(ValueError, match=f"{name}: got .* on meta, expected .* on cpu.*convert it with"):
+            kernels.exp_rows(**moved)
+    assert not launcher.launched
+    _, expected = twin(twins.exp_rows, given, EXP)
+    wide = torch.empty(4, 16)[:, ::2].copy_(given["product"])
+    kernels.exp_rows(wide, given["shift"], given["place"], out=wide, inverse=given["inverse"])
+    close(wide, expected, 2e-5)
+    assert not launcher.launched
+    with pytest.raises(ValueError, match=r"inverse: got .* with strides \(2,\), expected .* contiguous"):
+        kernels.exp_rows(**{**moved, "out": torch.empty(4, 8), "inverse": torch.ones(16)[::2]})

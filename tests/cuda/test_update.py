@@ -3,8 +3,10 @@
 import copy
 import itertools
 import math
+import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -209,3 +211,142 @@ def test_zero_rows_stay_zero(launch: Any) -> None:
     kernels.sgd_rows(weight, torch.ones(3, 8), v, lr=0.1, momentum=0.9, normalize=True, inverse=inverse)
     assert not weight.any() and not inverse.any()
     kernels.sgd_rows(weight, torch.empty(0, 8), None, lr=0.1, rows=torch.empty(0, dtype=torch.int64))
+
+
+def adam(module: Any, made: dict[str, Any], **options: Any) -> None:
+    fixed: dict[str, Any] = {"lr": 0.01, "start": 2, "key": 7, **options}
+    names = ("weight", "grad", "velocity", "square", "steps")
+    module.adam_rows(*(made[name] for name in names), low=made["low"], inverse=made["inverse"], **fixed)
+
+
+@pytest.mark.parametrize(("weight", "state"), list(itertools.product(WEIGHTS, STATES[1:])))
+def test_every_tensor_may_lie_at_any_address(
+    launch: Any, generator: torch.Generator, elsewhere: Any, weight: str, state: torch.dtype
+) -> None:
+    """Vector loads only where all addresses allow them: the shim refuses others."""
+    launch(order=3)
+    made = make(weight, state, 132, generator)
+    made["square"], made["steps"] = made["velocity"].abs(), torch.ones(13)
+    for step in (sgd, adam) if state != torch.int8 else (sgd,):
+        expected = copy.deepcopy(made)
+        step(twins, expected)
+        for name in ("weight", "grad", "velocity", "low", "square"):
+            if made[name] is not None:
+                moved = copy.deepcopy(made)
+                moved[name] = elsewhere(moved[name])
+                step(kernels, moved)
+                agree(moved, expected)
+
+
+def test_random_numbers_are_of_the_whole_class_number(launch: Any, generator: torch.Generator) -> None:
+    """Classes beyond 2**32 draw others than those 2**32 before."""
+    launch()
+    made = make("bf16", torch.bfloat16, 40, generator)
+    after = []
+    for first in (7, 7 + 2**32, 7 + 5 * 2**32):
+        got, expected = copy.deepcopy(made), copy.deepcopy(made)
+        sgd(kernels, got, first_class=first)
+        sgd(twins, expected, first_class=first)
+        agree(got, expected)
+        after.append(got["velocity"])
+    assert not torch.equal(after[0], after[1]) and not torch.equal(after[1], after[2])
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-3])
+def test_eps_of_adam(launch: Any, eps: float) -> None:
+    """Of gradients as small as eps a first step is lr * g / (g + eps)."""
+    launch()
+    sizes = torch.tensor([[0.1, 1.0, 10.0, 1e4]]) * eps
+    weight = torch.zeros(1, 4)
+    states = torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(1)
+    kernels.adam_rows(weight, sizes, *states, lr=0.5, eps=eps)
+    torch.testing.assert_close(weight, -0.5 * sizes / (sizes + eps), rtol=1e-4, atol=0)
+
+
+def test_bytes_stay_between_their_limits(launch: Any) -> None:
+    """Where rounding makes the largest a little more than 127 steps, of either sign, it is 127 of them."""
+    launch()
+    tops = torch.linspace(1.0, 2.0, 9999)
+    top = tops[tops / (tops / 127.0) > 127.0][0]
+    classes = torch.arange(400_000)
+    first = int(classes[(twins._random_bits(0, classes, 1)[:, 0] >> 16) == 0][0])  # rounded down
+    for sign in (-1.0, 1.0):
+        for module in (kernels, twins):
+            velocity, scales = torch.zeros(1, 1, dtype=torch.int8), torch.zeros(1)
+            grad = (top * sign).view(1, 1)
+            module.sgd_rows(torch.zeros(1, 1), grad, velocity, lr=0.1, momentum=0.9, scales=scales, first_class=first)
+            assert velocity.item() == 127 * sign
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_row_that_is_not_a_number_stays_one(launch: Any, generator: torch.Generator, weighed: bool) -> None:
+    """Its direction is unknown: all of the row is."""
+    launch()
+    made = make("float", torch.float32, 8, generator)
+    made["weight"][5, 3] = math.nan
+    sgd(kernels, made, weighed=weighed)
+    assert made["weight"].isnan().all(1).nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.skipif("PLSC_TEST_LAUNCHER" in os.environ, reason="addresses of this process's memory")
+@pytest.mark.parametrize("numbered", [False, True])
+def test_rows_behind_2_to_the_31_elements(launch: Any, generator: torch.Generator, numbered: bool) -> None:
+    """The last rows of a weight of 17 GB, of which only they are there: 64 bits of an offset are counted."""
+    launcher = launch()
+    dim, first, count = 1024, 2**22, 3
+    weight, velocity, grad = (torch.randn(count, dim, generator=generator) for _ in range(3))
+    expected = copy.deepcopy((weight, velocity))
+    base = [np.uint64(x.data_ptr() - 4 * dim * first) for x in (weight, velocity)]
+    rows = torch.arange(first, first + count) if numbered else None
+    args = [base[0], None, base[1], None, grad, None, rows, np.int64(count), np.int64(dim), np.int64(first)]
+    args += [np.int64(0), np.int32(0), np.int32(1), np.uint32(0)]
+    args += [np.float32(0.1), np.float32(0.9), np.float32(0.0), np.int32(0)]
+    launcher.launch("update", "sgd_float_float", grid=(2,), args=args)
+    twins.sgd_rows(expected[0], grad, expected[1], lr=0.1, momentum=0.9)
+    torch.testing.assert_close((weight, velocity), expected)
+
+
+def test_what_does_not_belong_together_is_refused(launch: Any, generator: torch.Generator) -> None:
+    """Before a kernel gets an address: devices, shapes, rows outside, formats without a meaning."""
+    launcher = launch()
+    made = make("split", torch.int8, 8, generator)
+    bad: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({name: made[name].to("meta")}, {}, f"{name}: got .* on meta, expected .* on cpu")
+        for name in ("weight", "velocity", "scales", "low", "inverse")
+    ]
+    bad += [
+        ({"velocity": made["velocity"][:5]}, {}, r"velocity: got torch.int8 \(5, 8\)"),
+        ({"scales": None}, {}, "expected them with int8"),
+        ({"velocity": made["velocity"].short()}, {}, "velocity: got torch.int16, expected a floating type"),
+        ({}, {"start": 5}, "start: got 5 for 9 rows, expected them within the weight's 13"),
+        ({}, {"start": -1}, "start: got -1"),
+        ({}, {"rows": torch.arange(8)}, r"rows: got torch.int64 \(8,\)"),
+    ]
+    for changed, options, words in bad:
+        with pytest.raises(ValueError, match=words):
+            sgd(kernels, {**made, **changed}, **options)
+    made = make("float", torch.float32, 8, generator)
+    made["square"], made["steps"] = made["velocity"].abs(), torch.ones(13)
+    for name in ("weight", "velocity", "square", "steps"):
+        with pytest.raises(ValueError, match=f"{name.replace('velocity', 'average')}: got .* on meta"):
+            adam(kernels, {**made, name: made[name].to("meta")})
+    assert not launcher.launched
+
+
+def test_what_no_kernel_knows_goes_to_the_twin(launch: Any, generator: torch.Generator) -> None:
+    """Gaps between rows, a velocity in float64, moments of two types."""
+    launcher = launch()
+    made = make("float", torch.float32, 8, generator)
+    made["square"], made["steps"] = made["velocity"].abs(), torch.ones(13)
+    apart = torch.empty(13, 16)[:, ::2].copy_(made["weight"])
+    for step, changed in (
+        (sgd, {"weight": apart}),
+        (sgd, {"velocity": made["velocity"].double()}),
+        (adam, {"weight": apart}),
+        (adam, {"square": made["square"].bfloat16()}),
+    ):
+        got, expected = copy.deepcopy({**made, **changed}), copy.deepcopy({**made, **changed})
+        step(kernels, got)
+        step(twins, expected)
+        assert torch.equal(got["weight"], expected["weight"]) and not torch.equal(got["weight"], made["weight"])
+    assert not launcher.launched

@@ -2,13 +2,14 @@
 
 import copy
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from plsc.ps import Adagrad, SparseEmbedding, Table, hash_strings, slot_keys
+from plsc.ps import SGD, Adagrad, Served, SparseEmbedding, Table, export, hash_strings, slot_keys
 
 
 def bags(random: np.random.Generator, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +76,90 @@ def test_shapes() -> None:
     assert len(table) == 1
 
 
+@pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
+def test_the_padding_key_has_no_row(pooling: str) -> None:
+    table = Table(4, rule=SGD(weight_decay=0.5), lr=1.0)
+    table.assign(torch.tensor([3, 7]), torch.ones(2, 4))
+    layer = SparseEmbedding(table, pooling=pooling, padding_key=3)
+    for ids in ([[3, 7, 3], [5, 3, 3]], [[3, 3, 3]]):
+        out = layer(torch.tensor(ids))
+        assert out.isfinite().all()
+        out.sum().backward()
+    assert len(table) == 3 and table.pull(torch.tensor([3])).tolist() == [[1.0] * 4]
+    new = Table(4)
+    SparseEmbedding(new, pooling=pooling, padding_key=3)(torch.full((2, 2), 3)).sum().backward()
+    assert len(new) == 0
+
+
+def test_an_embedding_bags_call_is_taken_as_it_is() -> None:
+    bag = nn.EmbeddingBag(10, 4, mode="sum")
+    layer = SparseEmbedding.from_bag(bag, rule="sgd", lr=0.1)
+    for kind in (torch.int32, torch.int64):
+        call = {
+            "input": torch.tensor([1, 2, 2, 9], dtype=kind),
+            "offsets": torch.tensor([0, 3], dtype=kind),
+            "per_sample_weights": torch.rand(4),
+        }
+        torch.testing.assert_close(layer(**call), bag(**call))
+    empty, offsets = torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    for module in (bag, layer):
+        out = module(empty, offsets)
+        assert out.shape == (3, 4) and out.requires_grad
+        out.sum().backward()
+    assert len(layer.table) == 10
+
+
+def test_frozen_rows_stay() -> None:
+    table = Table(4, lr=1.0)
+    layer = SparseEmbedding(table).requires_grad_(False)
+    assert not layer(torch.tensor([[1]])).requires_grad and len(table) == 0
+    layer.requires_grad_(True)(torch.tensor([[1]])).sum().backward()
+    assert len(table) == 1
+
+
+def test_compiled_nets_learn_as_plain_ones() -> None:
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net: nn.Module = nn.Sequential(SparseEmbedding(Table(4, lr=0.5), pooling="mean"), nn.Linear(4, 1))
+        run = torch.compile(net, backend="eager") if compiled else net
+        for _ in range(3):
+            loss = (run(torch.tensor([[1, 2], [2, 3]])) - 1).square().mean()
+            loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_served_rows_have_a_state_and_no_layer_is_pickled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = Table(4)
+    table.pull(torch.arange(3))
+    export(table, tmp_path / "e.safetensors")
+    served = SparseEmbedding(Served(tmp_path / "e.safetensors")).eval()
+    trained = SparseEmbedding(table)
+    served.load_state_dict(trained.state_dict())
+    assert not caplog.records
+    trained.load_state_dict(served.state_dict())
+    with pytest.raises(TypeError, match=r"save its state_dict\(\) and table\.save"):
+        torch.save(trained, tmp_path / "layer.pt")
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(trained)
+
+
+def test_arrays_that_numpy_cannot_show_are_refused() -> None:
+    table, keys = Table(2, counters=True), torch.tensor([1])
+    for grads, word in (
+        (torch.ones(1, 2).bfloat16(), "bfloat16, expected float32"),
+        (torch.ones(1, 2).to_sparse(), "to_dense"),
+        (np.ma.masked_array(np.ones((1, 2), np.float32), [[True, False]]), "MaskedArray"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            table.push(keys, grads)
+    for count in (float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="shows or clicks"):
+            table.push(keys, torch.ones(1, 2), shows=torch.tensor([count]))
+    assert len(table) == 0
+
+
 def test_eval_creates_and_trains_nothing() -> None:
     layer = SparseEmbedding(Table(3))
     ids = torch.arange(6).reshape(2, 3)
@@ -138,7 +223,7 @@ def test_bad_calls() -> None:
     layer = SparseEmbedding(Table(4))
     line, square = torch.zeros(3, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)
     for call, word in [
-        (lambda: layer(line.int()), "int64"),
+        (lambda: layer(line.float()), "int64"),
         (lambda: layer(line), "offsets"),
         (lambda: layer(square, torch.zeros(2, dtype=torch.long)), "offsets"),
         (lambda: layer(square, per_sample_weights=torch.ones(2)), "weights"),

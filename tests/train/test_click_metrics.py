@@ -71,6 +71,22 @@ def test_any_samples(rows: list[tuple[int, bool, int]]) -> None:
         assert np.isnan(group_auc.value())
 
 
+@pytest.mark.parametrize("names", [[-5, 2**62], [0.2, 0.7], ["ann", "bob"], [b"a", b"b"], [False, True]])
+def test_groups_of_any_kind(names: list) -> None:
+    random = np.random.default_rng(0)
+    scores, clicked, group = random.normal(size=60), random.integers(0, 2, 60), random.integers(0, 2, 60)
+    got = GroupAuc()
+    for part in (slice(0, 25), slice(25, 25), slice(25, 60)):
+        got.update(scores[part], clicked[part], [names[i] for i in group[part]])
+    each = [(by_pairs(scores[group == i], clicked[group == i]), (group == i).sum()) for i in (0, 1)]
+    assert got.value() == pytest.approx(sum(auc * count for auc, count in each) / 60)
+    got = GroupAuc()
+    got.update([0.1], [1], np.array(["ann"], object))
+    for wrong in ([1], [float("nan")], [None]):
+        with pytest.raises(ValueError, match="groups"):
+            got.update([0.1], [1], wrong)
+
+
 def test_best_auc_from_true_chances() -> None:
     chances = np.random.default_rng(3).random(400).round(2)
     auc = Auc()

@@ -26,10 +26,9 @@ inline std::unordered_map<uintptr_t, Byte>& bytes_touched() {
   return all;
 }
 
-inline void forget_accesses() {
-  looking = true;
-  bytes_touched().clear();
-  looking = false;
+inline void forget_accesses() { bytes_touched().clear(); }
+inline void forget_accesses(void* address, size_t bytes) {
+  for (size_t i = 0; i < bytes; ++i) bytes_touched().erase(reinterpret_cast<uintptr_t>(address) + i);
 }
 
 inline bool unordered(const Access& before, const Access& now) {

@@ -71,6 +71,14 @@ struct Quiet {
   [[gnu::noinline, gnu::no_sanitize("thread")]] ~Quiet() { --block->current->quiet; }
 };
 
+#ifdef __SANITIZE_THREAD__  // races.h
+void forget_accesses();
+void forget_accesses(void* address, size_t bytes);
+#else
+inline void forget_accesses() {}
+inline void forget_accesses(void*, size_t) {}
+#endif
+
 // ---- shared memory: static in CUDA, so one array a place in the source and OS thread, refilled for every block
 
 struct Area {
@@ -82,18 +90,26 @@ inline std::vector<Area>& areas() {
   return all;
 }
 inline void fill_areas() {
-  for (Area& area : areas()) std::memset(area.data, 0xff, area.bytes);
+  for (Area& area : areas()) {
+    std::memset(area.data, 0xff, area.bytes);
+    forget_accesses(area.data, area.bytes);  // by another block, whose memory it was
+  }
 }
 
 template <class T, int count>
 struct Shared {
   T data[count];
   Shared() {
-    Quiet quiet;
     std::memset(static_cast<void*>(data), 0xff, sizeof(data));
     areas().push_back({data, sizeof(data)});
   }
 };
+
+template <class T, class Find>
+T* shared(Find find) {
+  Quiet quiet;
+  return find();
+}
 
 // ---- waiting
 
@@ -226,7 +242,7 @@ inline void run_block(int order, std::mt19937& random) {
     start_fiber(thread.fiber, [] {
       block->current->quiet = 0;
       block->body(block->argument);
-      block->current->quiet = 1;
+      Quiet quiet;
       block->current->state = State::done;
       yield();
     });
@@ -262,12 +278,6 @@ struct Launch {
   void (*body)(void*);
   void* argument;
 };
-
-#ifdef __SANITIZE_THREAD__
-void forget_accesses();
-#else
-inline void forget_accesses() {}
-#endif
 
 inline std::string run(const Launch& launch) {
   forget_accesses();
@@ -375,9 +385,11 @@ inline unsigned short float_to_half(float x) {
 #define blockIdx (shim::block->index)
 #define blockDim (shim::block->size)
 #define gridDim (shim::block->grid)
-#define SHARED_ARRAY(type, name, count)                             \
-  static thread_local shim::Shared<type, count> name##_shared_area; \
-  type* name = name##_shared_area.data
+#define SHARED_ARRAY(type, name, count)                 \
+  type* name = shim::shared<type>([] {                  \
+    static thread_local shim::Shared<type, count> area; \
+    return area.data;                                   \
+  })
 #define CHECK_ALIGNED(address, bytes) shim::check_aligned(address, bytes)
 #define __syncthreads() shim::sync_threads(__LINE__)
 #define __syncwarp() ((void)shim::exchange(0, 0xffffffffu, __LINE__))

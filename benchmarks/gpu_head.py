@@ -271,14 +271,19 @@ def fit(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     for form in FORMATS:
         for what in ("kernels", "head"):
             free(device)
-            available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 64e6
+            available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 16e6
             each = {"split": 6, "bf16": 4, "fp32": 8}[form] * args.dim + 4
             width = 2 if what == "kernels" and form != "fp32" else 4
             room = args.block * (args.batch_fit * (4 + width) + args.dim * 8) + 2e9 * (device.type == "cuda")
             classes = int((available * 0.97 - room) / each)
             if classes < 1:
                 continue
-            took, first, last = fit_one(what, classes, form, args, device)
+            try:
+                took, first, last = fit_one(what, classes, form, args, device)
+            except torch.cuda.OutOfMemoryError:
+                note = f"{form}: out of memory with {classes:,}"
+                yield Row(what, args.batch_fit, 0, math.nan, math.nan, peak(device), note, form == "bf16", falls=False)
+                continue
             note = f"{form}: {each} bytes a class, loss {first:.2f} -> {last:.2f}"
             yield Row(what, args.batch_fit, classes, took, math.nan, peak(device), note, form == "bf16", last < first)
 

@@ -97,7 +97,7 @@ class Run:
         group = child.pid or 0
         with contextlib.suppress(OSError):  # both do it: neither may go on before it is done
             os.setpgid(group, group)
-        words = ["sh", "-c", f"read _; kill -9 -- -{group}"]
+        words = ["sh", "-c", f"read _; kill -s KILL -- -{group}"]
         guard = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
         deadline, stopped = time.monotonic() + limit, False
         try:
@@ -168,7 +168,9 @@ def run_tests(run: Run, path: Path, **environment: str) -> None:
     options += ["-m", "not slow"] if run.small else []
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", **environment}
     command = [sys.executable, "-m", "pytest", *options, str(path)]
-    status, words = say(command, line=r"^=*\s?\d+ (passed|failed|skipped|error)", seconds=90, **alone)
+    status, words = say(
+        command, line=r"^=*\s?\d+ (passed|failed|skipped|error)", seconds=360 if run.small else 90, **alone
+    )
     run.add(path.name, words, ok=status == 0 and " passed" in words)
 
 

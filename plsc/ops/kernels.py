@@ -315,7 +315,9 @@ def _fits_rows(
 
 def _fits_start(weight: Tensor, grad: Tensor, rows: Tensor | None, start: int) -> None:
     if rows is None and not 0 <= start <= len(weight) - len(grad):
-        raise ValueError(f"start: got {start} for {len(grad)} rows, expected them within the weight's {len(weight)} rows")
+        raise ValueError(
+            f"start: got {start} for {len(grad)} rows, expected them within the weight's {len(weight)} rows"
+        )
 
 
 def _stored(weight: Tensor, grad: Tensor, *beside: Tensor | None) -> bool:

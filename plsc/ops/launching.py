@@ -82,7 +82,9 @@ def arguments(args: Sequence[object]) -> list[np.generic]:
     for arg in args:
         if isinstance(arg, Tensor):
             if not arg.is_contiguous():
-                raise ValueError(f"kernel: got strides {arg.stride()} of {tuple(arg.shape)}; expected a contiguous tensor")
+                raise ValueError(
+                    f"kernel: got {tuple(arg.shape)} with strides {arg.stride()}, expected no gaps; call .contiguous()"
+                )
             out.append(np.uint64(arg.data_ptr()))
         elif arg is None:
             out.append(np.uint64(0))

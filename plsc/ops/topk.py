@@ -108,9 +108,7 @@ def block_topk(
     return best
 
 
-def _improve(
-    scores: Tensor, ids: Tensor, found: Tensor, start: int, none: int, bias: Tensor | None, row: int
-) -> None:
+def _improve(scores: Tensor, ids: Tensor, found: Tensor, start: int, none: int, bias: Tensor | None, row: int) -> None:
     """Puts into the best so far [N, k] what is better among the scores found [N, n] of the rows from `start` on."""
     if bias is not None:
         found += bias[row : row + found.shape[1]]

@@ -45,13 +45,6 @@ def as_floats(x: Array, shape: tuple[int, ...], what: str) -> np.ndarray:
     return np.ascontiguousarray(array)
 
 
-def as_counts(x: Array, shape: tuple[int, ...]) -> np.ndarray:
-    array = as_floats(x, shape, "shows or clicks")
-    if not np.isfinite(array).all():
-        raise ValueError("shows or clicks: got a NaN or an infinity among them, expected finite numbers")
-    return array
-
-
 def empty_like_kind(kind: Array, shape: tuple[int, ...]) -> tuple[Array, np.ndarray]:
     """An uninitialised float32 array of the kind of `kind`, and its memory as numpy."""
     if isinstance(kind, torch.Tensor):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.ps.arrays import Array, as_counts, as_floats, as_keys
+from plsc.ps.arrays import Array, as_floats, as_keys
 from plsc.ps.rules import PythonRule, Rule
 from plsc.ps.store import SharedStore, Store, merge
 
@@ -110,7 +110,7 @@ class Communicator:
         """Returns 0: what the store refuses later is counted in `refused`."""
         array = as_keys(keys).copy()
         floats = as_floats(grads, (len(array), self.dim), "grads").copy()
-        counts = [None if x is None else as_counts(x, array.shape).copy() for x in (shows, clicks)]
+        counts = [None if x is None else as_floats(x, array.shape, "shows or clicks").copy() for x in (shows, clicks)]
         if not self.keeps_counters and (shows is not None or clicks is not None):
             raise ValueError("got shows or clicks, but this table keeps no counters; make it with counters=True")
         self._enqueue(Push(array, floats, *counts))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from plsc.ps import wire as w
-from plsc.ps.arrays import Array, as_counts, as_floats, as_keys, as_output, empty_like_kind
+from plsc.ps.arrays import Array, as_floats, as_keys, as_output, empty_like_kind
 from plsc.ps.discovery import SCHEMES, lookup
 from plsc.ps.link import BROKEN, LONGEST_PAUSE, Access, Call, Link, Refused, ServerLost, sentence
 from plsc.ps.rules import RULES, PythonRule, Rule
@@ -110,7 +110,7 @@ class RemoteStore:
                 raise ValueError("got shows or clicks, but this table keeps no counters; make it with counters=True")
             ones, zeros = np.ones(len(array), np.float32), np.zeros(len(array), np.float32)
             given = (ones if shows is None else shows, zeros if clicks is None else clicks)
-            counts = np.stack([as_counts(x, array.shape) for x in given], axis=1)
+            counts = np.stack([as_floats(x, array.shape, "shows or clicks") for x in given], axis=1)
         calls = []
         for link, at in self._shares(array):
             for some in _pieces(at, PUSH_KEYS):

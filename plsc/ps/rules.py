@@ -23,8 +23,12 @@ class Rule:
 
     def __post_init__(self) -> None:
         for name, value in self.constants().items():
-            if not np.isfinite(value) or value < 0:
-                raise ValueError(f"{type(self).__name__}: got {name}={value}, expected a finite number, 0 or more")
+            if not 0 <= value <= np.finfo(np.float32).max:
+                raise ValueError(f"{type(self).__name__}: got {name}={value}, expected a finite float32, 0 or more")
+            if name == "eps" and np.float32(value + getattr(self, "initial", 0.0)) == 0:
+                raise ValueError(
+                    f"{type(self).__name__}: got eps={value}, expected a positive float32: no gradient would be 0 / 0"
+                )
             if name in ("momentum", "beta1", "beta2") and value >= 1:
                 raise ValueError(f"{type(self).__name__}: got {name}={value}, expected less than 1")
 
@@ -96,9 +100,11 @@ class AdamW(Rule):
 
 @dataclass(frozen=True)
 class FTRL(Rule):
-    """FTRL-proximal (McMahan et al. 2013, algorithm 1) with alpha = lr; l1 makes weights exactly 0. State: 2 * dim.
+    """FTRL-proximal (McMahan et al. 2013, algorithm 1) with alpha = lr; l1 makes weights exactly 0.
 
-    A row born with a value other than 0 starts with the z that gives this value.
+    A row whose value is not of its own making (newborn, assigned, added to) starts with the z that gives this value. At
+    another lr than at its last step, sigma is the difference of the two 1 / eta: a gradient of 0 moves nothing.
+    State: 2 * dim + 1 floats.
     """
 
     name = "ftrl"
@@ -119,7 +125,10 @@ class PythonRule(ABC):
 
     @abstractmethod
     def update(self, values: np.ndarray, state: np.ndarray, grads: np.ndarray, lr: float) -> None:
-        """Change values [K, dim] and state [K, state_size] in place by grads [K, dim]; every row is another key's."""
+        """Change values [K, dim] and state [K, state_size] in place by grads [K, dim]; every row is another key's.
+
+        A row that is not finite then is refused: it stays as it was.
+        """
 
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (SGD, Momentum, Adagrad, RowAdagrad, Adam, AdamW, FTRL)}
@@ -138,12 +147,11 @@ def as_rule(rule: str | Rule | PythonRule) -> Rule | PythonRule:
     )
 
 
-def core_options(rule: Rule | PythonRule, dim: int, lr: float) -> dict[str, Any]:
+def core_options(rule: Rule | PythonRule, dim: int) -> dict[str, Any]:
     """The rule as the native core takes it, for rows of `dim` components."""
     if isinstance(rule, PythonRule):
         return {"kind": "custom", "custom_state": check_state(rule.state_size(dim))}
-    # A newborn FTRL row's z follows from its value, and the rate it is inverted with is the one of now.
-    return {**rule.options(dim), **({"initial": lr} if isinstance(rule, FTRL) else {})}
+    return rule.options(dim)
 
 
 def check_state(size: int) -> int:

@@ -2,12 +2,15 @@
 
 import json
 import os
+import zlib
 from os import PathLike, fspath
+from typing import BinaryIO
 
 import numpy as np
 
 from plsc.ps.arrays import Array, as_keys, empty_like_kind
-from plsc.ps.table import Table
+from plsc.ps.files import atomic_path
+from plsc.ps.table import LARGEST, Table
 
 DTYPES: dict[str, tuple[str, np.dtype]] = {
     "fp32": ("F32", np.dtype("<f4")),
@@ -15,12 +18,14 @@ DTYPES: dict[str, tuple[str, np.dtype]] = {
     "int8": ("I8", np.dtype("i1")),
 }
 CHUNK = 65_536
+NO_SUM, SUM_FIELD = "00000000", b'"crc32": "'  # replaced by the checksum of the file with NO_SUM
 
 
 def export(table: Table, path: str | PathLike[str], *, dtype: str = "fp32") -> int:
     """Write keys and values, without optimizer state, as a safetensors file; how many rows.
 
-    dtype fp16 halves it; int8 stores round(value / scale) with a scale for each row, its largest magnitude / 127.
+    dtype fp16 halves it and stays within +-65504; int8 stores round(value / scale) with a scale for each row,
+    its largest magnitude / 127.
     Keys are held in memory while it runs, rows are not. The file appears whole or not at all.
     """
     if dtype not in DTYPES:
@@ -36,31 +41,36 @@ def export(table: Table, path: str | PathLike[str], *, dtype: str = "fp32") -> i
     for name, shape in shapes.items():
         starts[name], end = end, end + int(np.prod(shape)) * dtypes[name].itemsize
         header[name] = {"dtype": names[name], "shape": list(shape), "data_offsets": [starts[name], end]}
-    text = json.dumps({**header, "__metadata__": {"table": json.dumps(table.birth())}}).encode()
+    text = json.dumps({**header, "__metadata__": {"crc32": NO_SUM, "table": json.dumps(table.birth())}}).encode()
     text += b" " * (-len(text) % 8)
-    partial = fspath(path) + ".partial"
-    try:
-        with open(partial, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            base = file.tell()
-            file.write(keys.astype("<u8", copy=False).tobytes())
-            scales = []
-            for start in range(0, count, CHUNK):
-                values = table.pull(keys[start : start + CHUNK], create=False)
-                if dtype == "int8":
-                    scale = np.abs(values).max(1) / np.float32(127)
-                    scales.append(scale)
-                    values = np.rint(values / np.where(scale == 0, 1, scale)[:, None])
-                file.write(values.astype(stored).tobytes())
-            file.write(b"".join(scale.astype("<f4").tobytes() for scale in scales))
-            assert file.tell() == base + end
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        if os.path.exists(partial):
-            os.unlink(partial)
-        raise
+    with atomic_path(path) as partial, open(partial, "wb") as file:
+        total = 0
+
+        def write(data: bytes) -> None:
+            nonlocal total
+            total = zlib.crc32(data, total)
+            file.write(data)
+
+        write(len(text).to_bytes(8, "little") + text)
+        base = file.tell()
+        for start in range(0, count, CHUNK):
+            write(keys[start : start + CHUNK].astype("<u8", copy=False).tobytes())
+        scales = []
+        for start in range(0, count, CHUNK):
+            values = table.pull(keys[start : start + CHUNK], create=False)
+            if dtype == "fp16":
+                values = values.clip(-LARGEST["fp16"], LARGEST["fp16"])
+            elif dtype == "int8":
+                scale = np.abs(values).max(1) / np.float32(127)
+                scales.append(scale)
+                values = np.rint(values / np.where(scale == 0, 1, scale)[:, None])
+            write(values.astype(stored).tobytes())
+        write(b"".join(scale.astype("<f4").tobytes() for scale in scales))
+        assert file.tell() == base + end
+        file.seek(8 + text.index(SUM_FIELD) + len(SUM_FIELD))
+        file.write(f"{total:08x}".encode())
+        file.flush()
+        os.fsync(file.fileno())
     return count
 
 
@@ -68,15 +78,18 @@ class Served:
     """Rows of an exported table, read where they lie in the file: processes that map it share one copy in memory.
 
     A key without a row is answered as an untrained table would. Keys are found by bisection.
+    The file's checksum is compared at the start, which reads it once; verify=False spares that.
     """
 
-    def __init__(self, path: str | PathLike[str]) -> None:
+    def __init__(self, path: str | PathLike[str], *, verify: bool = True) -> None:
         try:
             with open(path, "rb") as file:
                 size = int.from_bytes(file.read(8), "little")
                 if size > 1 << 24:
                     raise ValueError("its header is too long")
                 header = json.loads(file.read(size))
+                if verify:
+                    _check_sum(file, size)
             data = np.memmap(path, np.uint8, mode="r", offset=0)
             birth = json.loads(header["__metadata__"]["table"])
             parts = {name: header[name] for name in ("keys", "values", *(("scales",) if "scales" in header else ()))}
@@ -89,11 +102,11 @@ class Served:
                 .reshape(part["shape"])
                 for name, part in parts.items()
             }
-        except (ValueError, KeyError, TypeError) as error:
+            self._newborn = Table(**birth, stripes=1)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(
                 f"{fspath(path)} is not an exported table ({error}); write one with plsc.ps.export"
             ) from None
-        self._newborn = Table(**birth, stripes=1)
         self._keys, self._values = arrays["keys"], arrays["values"]
         self._scales = arrays.get("scales")
         self.dim = self._newborn.dim
@@ -115,3 +128,16 @@ class Served:
         memory[known] = rows if self._scales is None else rows * self._scales[there][:, None]
         memory[~known] = self._newborn.pull(wanted[~known], create=False)
         return out
+
+
+def _check_sum(file: BinaryIO, size: int) -> None:
+    """ValueError unless the checksum in the header, of `size` bytes, is that of the file without it."""
+    file.seek(0)
+    head = file.read(8 + size)
+    before, field, rest = head.partition(SUM_FIELD)
+    told = rest[: len(NO_SUM)]
+    total = zlib.crc32(before + field + NO_SUM.encode() + rest[len(NO_SUM) :])
+    while block := file.read(1 << 22):
+        total = zlib.crc32(block, total)
+    if told != f"{total:08x}".encode():
+        raise ValueError("its checksum is another: it is damaged, or of an older version")

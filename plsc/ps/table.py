@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from plsc.ps.arrays import Array, as_counts, as_floats, as_keys, as_output, empty_like_kind
+from plsc.ps.arrays import Array, as_floats, as_keys, as_output, empty_like_kind
+from plsc.ps.files import atomic_path
 from plsc.ps.rules import PythonRule, Rule, as_rule, core_options, describe, rule_of_save
 
 FORMAT = 1
 LARGEST = {"fp32": 3.4e38, "fp16": 65504.0, "bf16": 3.38e38}  # that a value of a dtype can hold, about
 DTYPES = tuple(LARGEST)
+TOO_LARGE = 2.0**50  # of a gradient's components: sums of their squares would overflow
 INITS = ("uniform", "normal", "zeros", "constant")
 POLICIES = ("lru", "lfu")
 
@@ -98,7 +100,7 @@ class Table:
         self._core = _core_class()(
             {
                 **self._config,
-                "rule": core_options(self.rule, dim, self.lr),
+                "rule": core_options(self.rule, dim),
                 "locked": locked,
                 "stripes": stripes,
                 "arena": "" if arena is None else fspath(arena),
@@ -112,7 +114,8 @@ class Table:
         self._bounded = max_rows is not None
         self._admits_all = admit_after == 1 and admit_probability == 1.0
         self._saving = threading.Lock()
-        self._base: tuple[str, int, int] | None = None  # id, clock and erased rows of the last full save
+        self._decays = 0
+        self._base: tuple[str, int, int, int] | None = None  # id, clock, erased rows, decays at the last full save
         self._saved_as: str | None = None
 
     @property
@@ -157,8 +160,8 @@ class Table:
     def push(self, keys: Array, grads: Array, *, shows: Array | None = None, clicks: Array | None = None) -> int:
         """One step of the rule for every (key, gradient) of keys [K], grads [K, dim] float32.
 
-        Gradients that hold a NaN, an infinity or, unclipped, a component of 2^50 (1e15) or more are refused and leave
-        their row as it was; returns how many.
+        Gradients that hold a NaN, an infinity or, unclipped, a component of 2^50 (1e15) or more are refused, as if
+        never sent; so is a step after which value or state would not be finite: the row stays. Returns how many.
         shows, clicks [K] float32 are added to the row's counters (default: 1 and 0); so are theirs.
         """
         array = as_keys(keys)
@@ -172,21 +175,22 @@ class Table:
                 return self._push_python(self.rule, array, floats)
             with self._one_push:
                 return self._push_python(self.rule, array, floats)
-        counts = [None if x is None else as_counts(x, array.shape) for x in (shows, clicks)]
+        counts = [None if x is None else as_floats(x, array.shape, "shows or clicks") for x in (shows, clicks)]
         return int(self._core.push(array, floats, *counts, self._lr))
 
     def _push_python(self, rule: PythonRule, keys: np.ndarray, grads: np.ndarray) -> int:
-        good = np.isfinite(grads).all(axis=1)
+        good = (np.abs(grads) < TOO_LARGE).all(axis=1)  # false for a NaN
         refused = len(keys) - int(good.sum())
         if refused:
             keys, grads = keys[good], grads[good]
+        self._core.begin_push(refused)
         for chosen in _rounds(keys):
             some = keys[chosen]
             values = np.empty((len(some), self.dim), np.float32)
             state = np.empty((len(some), self._core.state_size), np.float32)
             self._core.gather(some, values, state)
             rule.update(values, state, grads[chosen], self._lr)
-            self._core.scatter(some, values, state, True)
+            refused += self._core.scatter(some, values, state)
         return refused
 
     def assign(self, keys: Array, values: Array) -> None:
@@ -196,15 +200,15 @@ class Table:
         if not np.isfinite(floats).all():
             bad = int(np.isfinite(floats).all(axis=1).argmin())
             raise ValueError(f"values: got a NaN or an infinity for key {array[bad]}, expected finite numbers")
-        self._core.scatter(array, floats, None, False)
+        self._core.assign(array, floats)
 
     def add(self, keys: Array, deltas: Array) -> int:
         """Add deltas [K, dim] float32 to values, whatever the rule; optimizer state stays.
 
-        Deltas that hold a NaN or an infinity are refused and leave their row as it was; returns how many.
+        Deltas that hold a NaN or an infinity, or lead to one, are refused, and their row stays; returns how many.
         """
         array = as_keys(keys)
-        return int(self._core.add(array, as_floats(deltas, (len(array), self.dim), "deltas"), self._lr))
+        return int(self._core.add(array, as_floats(deltas, (len(array), self.dim), "deltas")))
 
     def contains(self, keys: Array) -> np.ndarray:
         """Which keys have a row, bool [K]."""
@@ -239,6 +243,7 @@ class Table:
         """Multiply all counters: what was shown long ago counts less."""
         self._needs_counters("decay()")
         self._core.decay(_number("factor", factor, 0.0, 1.0))
+        self._decays += 1
 
     def erase(self, keys: Array) -> int:
         """Remove rows; their keys start anew when they come again. Returns how many there were."""
@@ -290,14 +295,19 @@ class Table:
         """
         with self._saving:
             base, since = None, 0
-            erased = self.stats()["evicted"]
+            erased, decays = self.stats()["evicted"], self._decays
             if delta:
                 if self._base is None:
                     raise ValueError("a delta needs a full save before it, got none; call save(path) first")
-                base, since, erased_then = self._base
+                base, since, erased_then, decays_then = self._base
                 if erased != erased_then:
                     raise ValueError(
                         f"{erased - erased_then} rows were erased since the last full save and a delta cannot say so; "
+                        "call save(path) without delta"
+                    )
+                if decays != decays_then:
+                    raise ValueError(
+                        "all counters were decayed since the last full save and a delta cannot say so; "
                         "call save(path) without delta"
                     )
             cut = self._core.tick()
@@ -313,9 +323,10 @@ class Table:
                 "base": base,
                 "clock": cut,
             }
-            rows = self._core.save(fspath(path), json.dumps(header).encode(), since)
+            with atomic_path(path) as partial:
+                rows = self._core.save(partial, json.dumps(header).encode(), since)
             if not delta:
-                self._base, self._saved_as = (name, cut, erased), tag or name
+                self._base, self._saved_as = (name, cut, erased, decays), tag or name
             return int(rows)
 
     @classmethod
@@ -372,7 +383,7 @@ class Table:
         table._core.set_clock(headers[-1]["clock"])  # before rows come in: their age is told from it
         for each in (path, *deltas):
             table._read(each)
-        table._base = (header["id"], header["clock"], table.stats()["evicted"])
+        table._base = (header["id"], header["clock"], 0, 0)  # rows that max_rows has dropped on the way are erased ones
         table._saved_as = header.get("tag") or header["id"]
         return table
 

@@ -1,4 +1,4 @@
-"""Starts a script as several ranks that are real processes, for tests of the backends between processes."""
+"""Ranks that are real processes, for tests of the backends between them; NCCL for ranks that are threads."""
 
 import os
 import socket
@@ -9,6 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+import plsc.comm.cupy_nccl as cupy_nccl
+from tests.comm import nccl_stand_in
+from tests.comm.nccl_stand_in import Stand, stand
 
 ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., list[subprocess.Popen[str]]]
@@ -74,3 +79,13 @@ def outputs(processes: list[subprocess.Popen[str]], seconds: float) -> list[str]
 def finish_ranks() -> Callable[[list[subprocess.Popen[str]], float], list[str]]:
     """finish_ranks(processes, seconds): waits for them and returns their outputs."""
     return outputs
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Stand:
+    """stand_in(comm): NCCL's communicator over the stand-in for CuPy, CUDA's streams and events."""
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(nccl_stand_in, name))
+    monkeypatch.setattr(torch.Tensor, "record_stream", nccl_stand_in.record_stream)
+    monkeypatch.setattr(cupy_nccl, "POLL", 0.01)
+    return stand

@@ -231,3 +231,6 @@ def stand(comm: Communicator, *, timeout: float = 60.0, watched: bool = True) ->
     session = (Session if watched else Unwatched)(nccl, timeout=timeout)
     device = torch.device("cpu")
     return Standing(handle, session=session, streams=Streams(device), control=comm, device=device)
+
+
+Stand = Callable[..., Standing]

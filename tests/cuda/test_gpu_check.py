@@ -37,13 +37,16 @@ import importlib.util, os, signal, subprocess, sys, time
 spec = importlib.util.spec_from_file_location("plsc_gpu_check", {path!r})
 sys.modules[spec.name] = check = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what started the tests may have had them ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def breaks(run):
     run.add("first", "1")
     raise RuntimeError("no such thing\\nsecond line")
 
 def child():
-    return subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True).stdout.readline()
+    words = ["sh", "-c", "sleep 600 & echo $!; wait"]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True).stdout.readline().strip()
 
 def leaves(run):
     run.add("left", child())
@@ -93,7 +96,7 @@ def wait_for_the_end_of(pids: list[str]) -> None:
 @pytest.mark.slow
 def test_a_section_ends_alone(tmp_path: Path) -> None:
     """One that fails, crashes or hangs is a line, what came before it stays, the next runs; nobody's child stays."""
-    process = start(tmp_path, 8.0)
+    process = start(tmp_path, 2.0)
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1, text
     found = lines_of(tmp_path)
@@ -245,6 +248,47 @@ def test_a_head_that_gives_nan_is_seen(check: ModuleType, monkeypatch: pytest.Mo
     assert module.check(torch.device("cpu")) == math.inf
 
 
+def test_both_heads_are_judged(check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of kernels alone and plsc.ClassParallelHead: time, classes and a loss that falls, each on its own."""
+    module, cpu = check.load(ROOT / "benchmarks" / "gpu_head.py"), torch.device("cpu")
+    options = ["--device", "cpu", "--quick"]
+    rows = [*module.compare(module.parse(options), cpu)]
+    assert {(row.what, row.note.split()[0]) for row in rows if row.judged} == {("kernels", "split"), ("head", "split")}
+    took = {"kernels": (1.0, 3.0, 2.0), "head": (1.0, 3.0, 3.0)}
+    monkeypatch.setattr(module, "fit_one", lambda what, *rest: took[what])
+    rows = [row for row in module.fit(module.parse(options), cpu) if row.judged]
+    assert [(row.what, row.note.split(":")[0], row.falls) for row in rows] == [
+        ("kernels", "bf16", True),
+        ("head", "bf16", False),
+    ]
+
+    def no_room(*rest: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(module, "fit_one", no_room)
+    assert [(row.classes, row.falls) for row in module.fit(module.parse(options), cpu)] == [(0, False)] * 6
+
+
+def test_fp32_is_no_tf32(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's switches while each way is timed: cuDNN's is on unless it is turned off."""
+    seen = []
+
+    def seconds_of(*_: Any, **__: Any) -> float:
+        seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+        return 1.0
+
+    monkeypatch.setattr(check, "seconds_of", seconds_of)
+    backends = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        for way in check.WAYS:
+            check.train_rate(torch.nn.Linear(2, 2), torch.zeros(3, 2), torch.device("cpu"), way=way)
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.allow_tf32 = value
+    assert check.WAYS == ("fp32", "tf32", "bf16") and seen == [(False, False), (True, True), (True, True)]
+
+
 def test_a_cell_stays_a_cell(check: ModuleType, tmp_path: Path) -> None:
     """Whatever an error says: a line of the table has five cells, and the JSON has the words as they are."""
     run = check.Run(torch.device("cpu"), tmp_path, 60.0)
@@ -294,13 +338,15 @@ def test_no_gpu_is_said_in_one_sentence(check: ModuleType, tmp_path: Path, monke
 PRESENT = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "pytest", "pillow", "safetensors")  # as docs/gpu.md says
 ABSENT = """
 import sys
+from importlib.machinery import PathFinder
 
-class Absent:
+class Present:
     def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] in {names!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        if path is None and name in {names!r}:
+            path = [folder for folder in sys.path if "site-packages" not in folder]
+        return PathFinder.find_spec(name, path, target)
 
-sys.meta_path.insert(0, Absent)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Present
 """
 
 
@@ -332,10 +378,11 @@ def test_every_path_runs_on_a_cpu_that_has_no_more_than_it_needs(check: ModuleTy
     (tmp_path / "hidden" / "sitecustomize.py").write_text(ABSENT.format(names=others))
     command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--device", "cpu", "--out", str(tmp_path)]
     noise = {"TORCH_CPP_LOG_LEVEL": "INFO", "PYTHONPATH": str(tmp_path / "hidden")}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **noise})
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1900, env={**os.environ, **noise})
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     lines = json.loads((tmp_path / "gpu_check.json").read_text())["results"]
     assert {line["section"] for line in lines} == set(check.SECTIONS)
     passed = {line["what"] for line in lines if line["ok"] is True}
     files = {*(f"test_{name}.py" for name in check.KERNEL_TESTS), "test_cupy_nccl.py", "test_quiet_steps.py", "gloo"}
     assert files <= passed and len(passed) >= 30
+    assert {"classes that fit, kernels", "classes that fit, head"} <= {line["what"] for line in lines}

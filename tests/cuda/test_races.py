@@ -40,6 +40,10 @@ extern "C" __global__ void ordered(u32* out) {
   atomicAdd(out, area[63 - threadIdx.x]);
 }
 EXPORT_KERNEL(ordered)
+extern "C" __global__ void repeated(float* out) {
+  for (int turn = 0; turn < 3; ++turn) out[blockIdx.x * blockDim.x + threadIdx.x] = block_max(block_sum(1.0f));
+}
+EXPORT_KERNEL(repeated)
 """
 RACES = ("lost_update", "lost_between_blocks", "atomic_beside_plain", "read_before_write")
 
@@ -122,6 +126,9 @@ def test_what_is_said_of_a_race(shim: Any) -> None:
         out = torch.zeros(64, dtype=torch.int32)
         launcher.launch("probes", "ordered", grid=(3,), args=[out])
         assert out[0] == 3 * sum(range(64))
+        sums = torch.zeros(3 * 64)
+        launcher.launch("probes", "repeated", grid=(3,), args=[sums])
+        assert (sums == 64).all()
 
 
 PLAIN = """#include "common.cuh"

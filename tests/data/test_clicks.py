@@ -79,7 +79,7 @@ def test_goes_on_where_it_stopped(tmp_path: Path, shuffle: int) -> None:
         assert numbers(second) == numbers(whole[stop:])
 
 
-@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("readers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_place_is_told_again_as_it_was_given(tmp_path: Path, readers: int) -> None:
     write(tmp_path / "a.csv", range(1000), bad=3)
     options = {"format": CSV, "batch_size": 10, "shuffle": 100, "readers": readers}

@@ -335,3 +335,90 @@ def test_bad_rules() -> None:
             wrong()
     with pytest.raises(ValueError, match="PythonRule"):
         Table(4, rule=torch.optim.SGD)
+
+
+def test_ftrl_follows_a_schedule(tmp_path: Path) -> None:
+    """sigma = 1 / eta_t - 1 / eta_(t-1) (McMahan et al. 2013), in float64; a save changes nothing."""
+    random, rates = np.random.default_rng(7), [0.1, 0.1, 0.03, 0.03, 0.2, 0.01]
+    table, key = Table(5, rule=FTRL(beta=0.7, l1=0.02, l2=0.1), lr=0.5, init_scale=0.5, seed=3), np.zeros(1, np.uint64)
+    w = table.pull(key)[0].astype(np.float64)
+    n, z, last = np.zeros(5), None, 0.0
+    for step, rate in enumerate(rates):
+        grad = random.standard_normal(5).astype(np.float32)
+        table.lr = rate
+        table.push(key, grad[None])
+        if z is None:
+            z, last = -np.sign(w) * (abs(w) * (0.7 / rate + 0.1) + 0.02), rate
+        z += grad - ((0.7 + np.sqrt(n + grad.astype(np.float64) ** 2)) / rate - (0.7 + np.sqrt(n)) / last) * w
+        n, last = n + grad.astype(np.float64) ** 2, rate
+        w = np.where(abs(z) <= 0.02, 0.0, -(z - np.sign(z) * 0.02) / ((0.7 + np.sqrt(n)) / rate + 0.1))
+        np.testing.assert_allclose(table.pull(key)[0], w, rtol=2e-5, atol=2e-6)
+        if step == 2:
+            table.save(tmp_path / "t")
+            table = Table.load(tmp_path / "t")
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_ftrl_stands_still_without_gradient(beta: float, tmp_path: Path) -> None:
+    """Whatever the rates: newborn, assigned, added to, trained."""
+    table, keys = Table(4, rule=FTRL(beta=beta), lr=0.1), np.arange(4, dtype=np.uint64)
+    table.pull(keys)
+    table.assign(keys[1:2], np.full((1, 4), 0.3, np.float32))
+    table.push(keys[2:], np.ones((2, 4), np.float32))
+    table.add(keys[3:], np.ones((1, 4), np.float32))
+    table.pull(np.array([9], np.uint64))
+    table.save(tmp_path / "t")
+    before = table.pull(keys)
+    for each in (table, Table.load(tmp_path / "t")):
+        for rate in (0.01, 1.0, 0.1):
+            each.lr = rate
+            assert each.push(keys, np.zeros((4, 4), np.float32)) == 0
+            np.testing.assert_allclose(each.pull(keys), before, rtol=1e-5)
+
+
+def test_python_rule_is_judged_as_native_ones_are() -> None:
+    """Refusals, counters, admission, clock of a table under a rule in Python: those of its native twin."""
+    keys = np.array([1, 2, 1, 3, 4, 1], np.uint64)
+    grads = np.ones((6, 3), np.float32)
+    grads[3, 1], grads[4, 2] = np.nan, 1e16
+    tables = [Table(3, rule=rule, counters=True, admit_after=2) for rule in (PythonAdagrad(), "adagrad")]
+    for table in tables:
+        assert [table.push(keys, grads) for _ in range(3)] == [2, 2, 2]
+    mine, native = tables
+    told = ("rows", "born", "refused", "unadmitted", "clock")
+    assert [mine.stats()[name] for name in told] == [native.stats()[name] for name in told]
+    np.testing.assert_array_equal(mine.counters(keys), native.counters(keys))
+    np.testing.assert_allclose(mine.pull(keys), native.pull(keys), rtol=1e-6)
+
+
+class Breaks(PythonRule):
+    """Breaks the value of keys whose gradient is 1, the state of those with 2."""
+
+    def state_size(self, dim: int) -> int:
+        return 1
+
+    def update(self, values: np.ndarray, state: np.ndarray, grads: np.ndarray, lr: float) -> None:
+        values += grads
+        values[grads[:, 0] == 1] = np.nan
+        state[grads[:, 0] == 2] = np.inf
+
+
+def test_python_rule_that_breaks_a_row() -> None:
+    table, keys = Table(2, rule=Breaks(), init="zeros"), np.arange(3, dtype=np.uint64)
+    assert table.push(keys, np.arange(1, 4, dtype=np.float32).repeat(2).reshape(3, 2)) == 2
+    assert table.pull(keys).tolist() == [[0, 0], [0, 0], [3, 3]] and table.stats()["refused"] == 2
+
+
+def test_rules_that_would_divide_nothing_by_nothing() -> None:
+    for wrong in (
+        lambda: Adagrad(eps=0.0),
+        lambda: RowAdagrad(eps=0.0),
+        lambda: Adam(eps=0.0),
+        lambda: AdamW(eps=1e-60),
+    ):
+        with pytest.raises(ValueError, match="0 / 0"):
+            wrong()
+    table = Table(2, rule=Adagrad(eps=0.0, initial=0.1))
+    before = table.pull(np.zeros(1, np.uint64))
+    table.push(np.zeros(1, np.uint64), np.zeros((1, 2), np.float32))
+    np.testing.assert_array_equal(table.pull(np.zeros(1, np.uint64)), before)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from plsc.ps import RULES, Adagrad, PythonRule, Table
+from plsc.ps.files import atomic_path
 
 KEYS = np.random.default_rng(0).integers(0, 2**64 - 1, 3000, np.uint64)
 
@@ -205,3 +206,35 @@ def test_death_while_saving(tmp_path: Path) -> None:
             time.sleep(0.02 * (round_ + 1))
             os.kill(process.pid, signal.SIGKILL)
         assert Table.load(path).contains(KEYS).all()
+
+
+def test_a_delta_says_all_or_is_refused(tmp_path: Path) -> None:
+    """What happens to rows that no push touches: decay, and the bound at loading."""
+    table = filled(counters=True)
+    table.save(tmp_path / "base")
+    table.decay(0.5)
+    with pytest.raises(ValueError, match="decayed since"):
+        table.save(tmp_path / "d", delta=True)
+    table.save(tmp_path / "base")
+    assert table.save(tmp_path / "d", delta=True) == 0
+    loaded = Table.load(tmp_path / "base", deltas=tmp_path / "d")
+    np.testing.assert_array_equal(loaded.counters(KEYS), table.counters(KEYS))
+    bounded = Table.load(tmp_path / "base", stripes=1, max_rows=100)
+    assert len(bounded) <= 100
+    with pytest.raises(ValueError, match="rows were erased"):
+        bounded.save(tmp_path / "d", delta=True)
+
+
+def test_writers_of_one_path_do_not_meet(tmp_path: Path) -> None:
+    """Each writes a file of its own; what the dead have left is removed, what the living write is not."""
+    path = tmp_path / "t[1]"
+    (tmp_path / ".t[1].dead.partial").write_bytes(b"half")
+    with atomic_path(path) as one:
+        Path(one).write_bytes(b"one")
+        with atomic_path(path) as two:
+            Path(two).write_bytes(b"two")
+        assert path.read_bytes() == b"two"
+    assert path.read_bytes() == b"one" and [file.name for file in tmp_path.iterdir()] == ["t[1]"]
+    with pytest.raises(KeyError), atomic_path(path):
+        raise KeyError
+    assert path.read_bytes() == b"one" and len(list(tmp_path.iterdir())) == 1

@@ -59,3 +59,30 @@ def test_bad_files(table: Table, tmp_path: Path) -> None:
             Served(path)
     with pytest.raises(ValueError, match="fp16"):
         export(table, path, dtype="int4")
+
+
+def test_every_flip_is_noticed(tmp_path: Path) -> None:
+    path, small = tmp_path / "t", Table(3, seed=1)
+    small.pull(KEYS[:5])
+    export(small, path, dtype="int8")
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match="not an exported table"):
+            Served(path)
+        try:
+            Served(path, verify=False)
+        except ValueError as error:
+            assert "not an exported table" in str(error)
+    path.write_bytes(whole)
+    np.testing.assert_array_equal(Served(path, verify=False).pull(KEYS[:9]), Served(path).pull(KEYS[:9]))
+
+
+def test_values_beyond_half_precision(tmp_path: Path) -> None:
+    """As in a table of halves."""
+    values = np.array([[1e38, -7e4, 3.0]], np.float32)
+    table, half = Table(3), Table(3, dtype="fp16")
+    for each in (table, half):
+        each.assign(KEYS[:1], values)
+    export(table, tmp_path / "t", dtype="fp16")
+    np.testing.assert_array_equal(Served(tmp_path / "t").pull(KEYS[:1]), half.pull(KEYS[:1]))

@@ -419,3 +419,62 @@ def test_hundred_million_keys_in_a_batch() -> None:
     table.assign(keys[: 1 << 16], np.arange(1 << 16, dtype=np.float32)[:, None])
     rows = table.pull(keys)
     assert len(table) == 1 << 16 and (rows[:, 0] == keys).all()
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_refused_gradients_are_as_if_never_sent(locked: bool) -> None:
+    """No row, no sighting, no age: the twin is sent the others alone."""
+    random = np.random.default_rng(4)
+    for options in ({}, {"admit_after": 3}, {"counters": True}):
+        tables = [Table(4, locked=locked, **options) for _ in range(2)]
+        for _ in range(6):
+            keys = random.integers(0, 40, 60, np.uint64)
+            grads = random.standard_normal((60, 4), np.float32)
+            bad = random.random(60) < 0.4
+            grads[bad, 2] = random.choice([np.nan, np.inf, -1e16], bad.sum())
+            assert tables[0].push(keys, grads) == bad.sum()
+            tables[1].push(keys[~bad], grads[~bad])
+        mine, twin = tables
+        every = np.arange(40, dtype=np.uint64)
+        for age in (3, 1, 0):
+            np.testing.assert_array_equal(mine.contains(every), twin.contains(every))
+            np.testing.assert_array_equal(mine.pull(every, create=False), twin.pull(every, create=False))
+            assert mine.stats()["unadmitted"] == twin.stats()["unadmitted"]
+            assert mine.evict(max_age=age) == twin.evict(max_age=age)
+    table = Table(4)
+    assert table.add(keys_of(5), np.full((1, 4), np.nan, np.float32)) == 1 and len(table) == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_stay_finite(rule: str, dtype: str) -> None:
+    """A step whose row would not be finite is refused and counted, and the row goes on from where it was."""
+    table, keys = Table(16, rule=RULES[rule](weight_decay=1.0), lr=1e30, dtype=dtype), keys_of(1, 2)
+    largest = 6e4 if dtype == "fp16" else 3e38
+    table.assign(keys, np.array([[largest], [1.0]], np.float32).repeat(16, 1))
+    refused = 0
+    for grad in (1e14, -1e15, 1.0, 3e14):
+        before = table.pull(keys)
+        now = table.push(keys[:1], np.full((1, 16), grad, np.float32))
+        if now:
+            np.testing.assert_array_equal(table.pull(keys), before)
+        refused += now
+        assert np.isfinite(table.pull(keys)).all()
+    assert table.stats()["refused"] == refused and (refused > 0 or dtype == "fp16")
+    before = table.pull(keys)
+    for _ in range(2):
+        table.add(keys, np.full((2, 16), 3e38, np.float32))
+    assert np.isfinite(table.pull(keys)).all() and np.isfinite(np.concatenate([v for _, v in table.items()])).all()
+
+
+def test_values_and_counters_beyond_a_dtype() -> None:
+    table, keys = Table(2, dtype="bf16", counters=True), keys_of(1)
+    table.assign(keys, np.array([[3.4e38, -3.4e38]], np.float32))
+    most = torch.finfo(torch.bfloat16).max
+    assert table.pull(keys).tolist() == [[most, -most]]
+    for _ in range(3):
+        table.push(keys, np.zeros((1, 2), np.float32), shows=np.array([3e38], np.float32))
+    assert np.isfinite(table.counters(keys)).all()
+    table.decay(0.0)
+    assert table.counters(keys).tolist() == [[0, 0]]
+    assert np.isfinite(Table(64, init="normal", init_scale=3e38).pull(np.arange(99, dtype=np.uint64))).all()

@@ -53,13 +53,16 @@ inline float float_of(uint32_t u) {
 constexpr uint32_t kInfinity = 0x7F800000u;
 
 // Whether none of n numbers is a NaN or of the magnitude `limit` (its bits) or above.
-inline bool below(const float* x, int n, uint32_t limit) {
-  uint32_t bad = 0;
-  for (int d = 0; d < n; ++d) bad |= static_cast<uint32_t>((bits_of(x[d]) & 0x7FFFFFFFu) >= limit);
+inline __attribute__((always_inline)) bool below(const float* x, size_t n, uint32_t limit) {
+  int32_t bad = 0;
+  for (size_t d = 0; d < n; ++d) bad |= static_cast<int32_t>(bits_of(x[d]) & 0x7FFFFFFFu) >= static_cast<int32_t>(limit);
   return bad == 0;
 }
 
-inline bool finite(const float* x, int n) { return below(x, n, kInfinity); }
+inline __attribute__((always_inline)) bool finite(const float* x, size_t n) { return below(x, n, kInfinity); }
+
+// x, or the number of magnitude `most` nearest to it.
+inline float bounded(float x, float most) { return x > most ? most : x < -most ? -most : x; }
 
 // bfloat16 and IEEE half, rounding to nearest even. Values beyond the range of a half become infinite.
 inline float from_bf16(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }

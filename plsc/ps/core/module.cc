@@ -121,6 +121,7 @@ NB_MODULE(_core, m) {
                           clicks ? clicks->data() : nullptr, lr);
           },
           nb::arg("keys"), nb::arg("grads"), nb::arg("shows").none(), nb::arg("clicks").none(), nb::arg("lr"))
+      .def("begin_push", &Table::begin_push)
       .def("gather",
            [](Table& t, In<uint64_t> keys, Out<float> values, Out<float> state) {
              expect(values.size(), keys.size() * static_cast<size_t>(t.layout().dim), "values");
@@ -128,20 +129,24 @@ NB_MODULE(_core, m) {
              const nb::gil_scoped_release release;
              t.gather(keys.data(), keys.size(), values.data(), state.data());
            })
-      .def(
-          "scatter",
-          [](Table& t, In<uint64_t> keys, In<float> values, std::optional<In<float>> state, bool only_present) {
-            expect(values.size(), keys.size() * static_cast<size_t>(t.layout().dim), "values");
-            if (state) expect(state->size(), keys.size() * static_cast<size_t>(t.layout().state), "state");
-            const nb::gil_scoped_release release;
-            t.scatter(keys.data(), keys.size(), values.data(), state ? state->data() : nullptr, only_present);
-          },
-          nb::arg("keys"), nb::arg("values"), nb::arg("state").none(), nb::arg("only_present"))
+      .def("scatter",
+           [](Table& t, In<uint64_t> keys, In<float> values, In<float> state) {
+             expect(values.size(), keys.size() * static_cast<size_t>(t.layout().dim), "values");
+             expect(state.size(), keys.size() * static_cast<size_t>(t.layout().state), "state");
+             const nb::gil_scoped_release release;
+             return t.scatter(keys.data(), keys.size(), values.data(), state.data());
+           })
+      .def("assign",
+           [](Table& t, In<uint64_t> keys, In<float> values) {
+             expect(values.size(), keys.size() * static_cast<size_t>(t.layout().dim), "values");
+             const nb::gil_scoped_release release;
+             t.assign(keys.data(), keys.size(), values.data());
+           })
       .def("add",
-           [](Table& t, In<uint64_t> keys, In<float> deltas, float lr) {
+           [](Table& t, In<uint64_t> keys, In<float> deltas) {
              expect(deltas.size(), keys.size() * static_cast<size_t>(t.layout().dim), "deltas");
              const nb::gil_scoped_release release;
-             return t.add(keys.data(), keys.size(), deltas.data(), lr);
+             return t.add(keys.data(), keys.size(), deltas.data());
            })
       .def("read_counters",
            [](Table& t, In<uint64_t> keys, Out<float> out) {

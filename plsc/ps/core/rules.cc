@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <type_traits>
 
@@ -15,10 +16,11 @@ namespace {
 constexpr int kBiasSteps = 4096;
 // Squares of larger gradients (2^50, as bits), summed over rows and pushes, would overflow and freeze a row for good.
 constexpr uint32_t kTooLarge = uint32_t{127 + 50} << 23;
-constexpr float kLargestHalf = 65504.0f;
+constexpr uint32_t kLargestBf16 = 0x7F7F0000u;  // as bits of a float
 
 // torch.optim.SGD.
 struct Sgd {
+  static constexpr int state(int) { return 0; }
   static void step(const RowSpec&, float lr, float* __restrict w, float*, const float* __restrict g, int dim) {
     for (int d = 0; d < dim; ++d) w[d] -= lr * g[d];
   }
@@ -26,6 +28,7 @@ struct Sgd {
 
 // torch.optim.SGD with momentum, no dampening; a buffer of zeros gives its first step too.
 struct Momentum {
+  static constexpr int state(int dim) { return dim; }
   static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
                    int dim) {
     const float m = spec.rule.momentum;
@@ -38,6 +41,7 @@ struct Momentum {
 
 // torch.optim.Adagrad (Duchi et al. 2011).
 struct Adagrad {
+  static constexpr int state(int dim) { return dim; }
   static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
                    int dim) {
     const float eps = spec.rule.eps;
@@ -50,6 +54,7 @@ struct Adagrad {
 
 // One sum a row, of the mean square of the gradient (row-wise Adagrad, as FBGEMM defines it).
 struct RowAdagrad {
+  static constexpr int state(int) { return 1; }
   static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
                    int dim) {
     float sum = 0.0f;
@@ -62,6 +67,7 @@ struct RowAdagrad {
 
 // torch.optim.Adam (Kingma and Ba 2015) with a step count of the row's own: rows without a gradient stand still.
 struct Adam {
+  static constexpr int state(int dim) { return 2 * dim + 1; }
   static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
                    int dim) {
     float* const m = s;
@@ -89,6 +95,7 @@ struct Adam {
 
 // Adam whose weight decay shrinks the value instead of adding to the gradient (Loshchilov and Hutter 2019).
 struct AdamW {
+  static constexpr int state(int dim) { return Adam::state(dim); }
   static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
                    int dim) {
     const float kept = 1.0f - lr * spec.rule.weight_decay;
@@ -103,23 +110,46 @@ struct User {
   }
 };
 
-// FTRL-proximal, per coordinate (McMahan et al. 2013, algorithm 1): alpha is the learning rate.
+// FTRL-proximal, per coordinate (McMahan et al. 2013, algorithm 1): alpha is the learning rate. Where that changes,
+// sigma is the difference of the new 1 / eta and the old one, as the paper defines it for any rates.
 struct Ftrl {
+  static constexpr int state(int dim) { return 2 * dim + 1; }
+  // Brings z to another learning rate, at which the value stays what it is. `last` 0: the value was set from outside,
+  // and z is the one that gives it, or the nearest that gives 0.
+  static void follow(const RuleOptions& rule, float lr, float last, const float* w, float* z, const float* n, int dim) {
+    for (int d = 0; d < dim; ++d) {
+      const float root = rule.beta + std::sqrt(n[d]);
+      if (last != 0.0f) {
+        z[d] -= (root / lr - root / last) * w[d];
+      } else if (w[d] != 0.0f) {
+        z[d] = -std::copysign(std::fabs(w[d]) * (root / lr + rule.l2) + rule.l1, w[d]);
+      } else {
+        z[d] = std::fmin(std::fmax(z[d], -rule.l1), rule.l1);
+      }
+    }
+  }
+
   static void step(const RowSpec& spec, float lr, float* __restrict w, float* __restrict s, const float* __restrict g,
                    int dim) {
     float* const z = s;
     float* const n = s + dim;
     const float l1 = spec.rule.l1, l2 = spec.rule.l2, beta = spec.rule.beta;
+    float& last = s[2 * dim];  // learning rate
+    if (last != lr) follow(spec.rule, lr, last, w, z, n, dim);
+    last = lr;
     for (int d = 0; d < dim; ++d) {
       const float next = n[d] + g[d] * g[d];
       const float root = std::sqrt(next);
       z[d] += g[d] - (root - std::sqrt(n[d])) / lr * w[d];
       n[d] = next;
-      const float shrunk = std::fabs(z[d]) - l1;
-      w[d] = shrunk > 0.0f ? -std::copysign(shrunk, z[d]) / ((beta + root) / lr + l2) : 0.0f;
+      const float shrunk = std::fabs(z[d]) - l1, slope = (beta + root) / lr + l2;
+      const float moved = shrunk > 0.0f ? -std::copysign(shrunk, z[d]) / slope : 0.0f;
+      w[d] = slope > 0.0f ? moved : w[d];  // 0: nothing has been learnt, nothing pulls
     }
   }
 };
+
+bool clips(const RuleOptions& rule) { return rule.clip_norm > 0.0f || rule.clip_value > 0.0f; }
 
 // Weight decay, then clipping by norm, then by value; into `out`.
 void prepare(const RuleOptions& rule, float decay, const float* w, const float* g, float* out, int dim) {
@@ -143,18 +173,31 @@ inline __attribute__((always_inline)) bool update_row(const RowSpec& spec, float
                                                       float* scratch) {
   const Layout& layout = spec.layout;
   const int dim = kDim > 0 ? kDim : layout.dim;
+  int width = layout.state;
+  if constexpr (kDim > 0) width = Rule::state(kDim);  // known to the compiler
   const RuleOptions& rule = spec.rule;
-  const bool clips = rule.clip_norm > 0.0f || rule.clip_value > 0.0f;
-  if (!below(grad, dim, clips ? kInfinity : kTooLarge)) return false;
   const bool direct = layout.dtype == Dtype::fp32;
   float* const value = direct ? reinterpret_cast<float*>(row) : scratch;
+  float* const state = reinterpret_cast<float*>(row + layout.state_at);
   if (!direct) read_value(layout, row, value);
+  float* const kept = scratch + 2 * dim;
+  const size_t value_bytes = sizeof(float) * static_cast<size_t>(dim), state_bytes = sizeof(float) * static_cast<size_t>(width);
+  std::memcpy(kept, value, value_bytes);
+  std::memcpy(kept + dim, state, state_bytes);
   const float decay = std::is_same_v<Rule, AdamW> ? 0.0f : rule.weight_decay;
-  if (decay != 0.0f || clips) {
+  if (decay != 0.0f || clips(rule)) {
     prepare(rule, decay, value, grad, scratch + dim, dim);
     grad = scratch + dim;
   }
-  Rule::step(spec, lr, value, reinterpret_cast<float*>(row + layout.state_at), grad, dim);
+  Rule::step(spec, lr, value, state, grad, dim);
+  // fp32 rows are value and state in one piece.
+  const bool sound = direct ? finite(value, static_cast<size_t>(dim + width))
+                            : finite(value, static_cast<size_t>(dim)) && finite(state, static_cast<size_t>(width));
+  if (!sound) {
+    std::memcpy(value, kept, value_bytes);
+    std::memcpy(state, kept + dim, state_bytes);
+    return false;
+  }
   if (!direct) write_value(layout, row, value);
   return true;
 }
@@ -203,6 +246,15 @@ inline __attribute__((always_inline)) void uniform_row(uint64_t stream, float sc
   for (int d = 0; d < dim; ++d) out[d] = (2.0f * uniform01(stream, static_cast<uint64_t>(d)) - 1.0f) * scale;
 }
 
+bool below_plain(const float* x, size_t n, uint32_t limit) { return below(x, n, limit); }
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) bool below_avx2(const float* x, size_t n, uint32_t limit) { return below(x, n, limit); }
+const auto below_widest = __builtin_cpu_supports("avx2") ? below_avx2 : below_plain;
+#else
+const auto below_widest = below_plain;
+#endif
+
 using Draw = void (*)(uint64_t stream, float scale, float* out, int dim);
 
 void uniform_plain(uint64_t stream, float scale, float* out, int dim) { uniform_row(stream, scale, out, dim); }
@@ -220,20 +272,25 @@ const Draw draw_uniform =
 const Draw draw_uniform = uniform_plain;
 #endif
 
+float largest(Dtype dtype) {
+  return dtype == Dtype::fp16 ? 65504.0f : dtype == Dtype::bf16 ? float_of(kLargestBf16) : std::numeric_limits<float>::max();
+}
+
 int state_floats(const RuleOptions& rule, int dim) {
   switch (rule.kind) {
     case RuleKind::sgd:
-      return 0;
+      return Sgd::state(dim);
     case RuleKind::momentum:
+      return Momentum::state(dim);
     case RuleKind::adagrad:
-      return dim;
+      return Adagrad::state(dim);
     case RuleKind::row_adagrad:
-      return 1;
+      return RowAdagrad::state(dim);
     case RuleKind::adam:
     case RuleKind::adamw:
-      return 2 * dim + 1;
+      return Adam::state(dim);
     case RuleKind::ftrl:
-      return 2 * dim;
+      return Ftrl::state(dim);
     case RuleKind::user:
     case RuleKind::custom:
       return rule.custom_state;
@@ -297,6 +354,10 @@ Update update_of(const RowSpec& spec) {
   return nullptr;
 }
 
+uint32_t gradient_limit(const RuleOptions& rule) { return clips(rule) ? kInfinity : kTooLarge; }
+
+bool all_below(const float* x, size_t n, uint32_t limit) { return below_widest(x, n, limit); }
+
 void read_value(const Layout& layout, const char* row, float* out) {
   const int dim = layout.dim;
   const auto* half = reinterpret_cast<const uint16_t*>(row);
@@ -322,13 +383,10 @@ void write_value(const Layout& layout, char* row, const float* value) {
       return;
     case Dtype::fp16:
       // What is beyond a half stays at the largest one: an infinity would never come back.
-      for (int d = 0; d < dim; ++d) {
-        const float x = value[d];
-        half[d] = to_fp16(x > kLargestHalf ? kLargestHalf : x < -kLargestHalf ? -kLargestHalf : x);
-      }
+      for (int d = 0; d < dim; ++d) half[d] = to_fp16(bounded(value[d], largest(layout.dtype)));
       return;
     case Dtype::bf16:
-      for (int d = 0; d < dim; ++d) half[d] = to_bf16(value[d]);
+      for (int d = 0; d < dim; ++d) half[d] = to_bf16(bounded(value[d], largest(layout.dtype)));
       return;
   }
 }
@@ -345,7 +403,7 @@ void initial_value(const RowSpec& spec, uint64_t key, float* out) {
       draw_uniform(stream, spec.init_scale, out, dim);
       break;
     case Init::normal:
-      for (int d = 0; d < dim; ++d) out[d] = normal01(stream, static_cast<uint64_t>(d)) * spec.init_scale;
+      for (int d = 0; d < dim; ++d) out[d] = bounded(normal01(stream, static_cast<uint64_t>(d)) * spec.init_scale, largest(spec.layout.dtype));
       break;
   }
   // A reader who does not create the row must see what it would hold.
@@ -356,24 +414,15 @@ void initial_value(const RowSpec& spec, uint64_t key, float* out) {
   }
 }
 
-bool add_value(const RowSpec& spec, float lr, char* row, const float* delta, float* scratch) {
+bool add_value(const RowSpec& spec, char* row, const float* delta, float* scratch) {
   const Layout& layout = spec.layout;
   const int dim = layout.dim;
-  if (!finite(delta, dim)) return false;
   read_value(layout, row, scratch);
   for (int d = 0; d < dim; ++d) scratch[d] += delta[d];
+  if (!finite(scratch, static_cast<size_t>(dim))) return false;
   write_value(layout, row, scratch);
-  if (spec.rule.kind != RuleKind::ftrl) return true;
-  // FTRL computes its value from (z, n) at every step: the z that gives the new value, or the nearest that gives 0.
-  auto* const z = reinterpret_cast<float*>(row + layout.state_at);
-  const float* const n = z + dim;
-  for (int d = 0; d < dim; ++d) {
-    const float w = scratch[d], l1 = spec.rule.l1;
-    if (w != 0.0f) {
-      z[d] = -std::copysign(std::fabs(w) * ((spec.rule.beta + std::sqrt(n[d])) / lr + spec.rule.l2) + l1, w);
-    } else {
-      z[d] = std::fmin(std::fmax(z[d], -l1), l1);
-    }
+  if (spec.rule.kind == RuleKind::ftrl) {
+    std::memset(row + layout.state_at + 8 * static_cast<size_t>(dim), 0, 4);  // its z is to follow: Ftrl::follow
   }
   return true;
 }
@@ -381,22 +430,16 @@ bool add_value(const RowSpec& spec, float lr, char* row, const float* delta, flo
 void give_birth(const RowSpec& spec, uint64_t key, char* row, float* scratch) {
   initial_value(spec, key, scratch);
   write_value(spec.layout, row, scratch);
-  initial_state(spec, scratch, row);
+  initial_state(spec, row);
 }
 
-void initial_state(const RowSpec& spec, const float* value, char* row) {
+void initial_state(const RowSpec& spec, char* row) {
   const Layout& layout = spec.layout;
   auto* const state = reinterpret_cast<float*>(row + layout.state_at);
   std::memset(state, 0, layout.stride - layout.state_at);
   const RuleKind kind = spec.rule.kind;
   if (kind == RuleKind::adagrad || kind == RuleKind::row_adagrad) {
     for (int d = 0; d < layout.state; ++d) state[d] = spec.rule.initial;
-  } else if (kind == RuleKind::ftrl) {
-    // FTRL's value is a function of (z, n); `initial` carries the learning rate that inverts it at n = 0.
-    const float scale = spec.rule.beta / spec.rule.initial + spec.rule.l2;
-    for (int d = 0; d < layout.dim; ++d) {
-      if (value[d] != 0.0f) state[d] = -std::copysign(std::fabs(value[d]) * scale + spec.rule.l1, value[d]);
-    }
   }
 }
 

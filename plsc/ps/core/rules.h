@@ -57,21 +57,26 @@ struct RowSpec {
   uint64_t seed = 0;
 };
 
-// Applies one gradient; false: it held a NaN, an infinity or, unclipped, 2^50 or more, and the row is as it was. `scratch` holds 2 * dim floats.
+// Applies one gradient of numbers below its rule's limit; false: the row would not be finite, and is as it was.
+// `scratch` holds 3 * dim + state floats.
 using Update = bool (*)(const RowSpec& spec, float lr, char* row, const float* grad, float* scratch);
 
 RowSpec make_spec(int dim, Dtype dtype, const RuleOptions& rule, Init init, float init_scale, uint64_t seed,
                   bool counters);
 Update update_of(const RowSpec& spec);  // null for a custom rule
+// As bits, the magnitude at which gradients are refused: infinity or, unclipped, 2^50.
+uint32_t gradient_limit(const RuleOptions& rule);
+// Whether all numbers are of less than such a magnitude.
+bool all_below(const float* x, size_t n, uint32_t limit);
 
 void read_value(const Layout& layout, const char* row, float* out);
 void write_value(const Layout& layout, char* row, const float* value);
-// Adds to a row's value; false: a delta held a NaN or an infinity and the row is as it was. `scratch` holds dim floats.
-bool add_value(const RowSpec& spec, float lr, char* row, const float* delta, float* scratch);
+// Adds to a row's value; false: the sum would not be finite and the row is as it was. `scratch` holds dim floats.
+bool add_value(const RowSpec& spec, char* row, const float* delta, float* scratch);
 // What a row of this key starts as: the value alone, and the whole row with its state.
 void initial_value(const RowSpec& spec, uint64_t key, float* out);
 void give_birth(const RowSpec& spec, uint64_t key, char* row, float* scratch);
 // State and counters for a row whose value has just been set from outside.
-void initial_state(const RowSpec& spec, const float* value, char* row);
+void initial_state(const RowSpec& spec, char* row);
 
 }  // namespace plsc

@@ -1,4 +1,4 @@
-// Tables on disk: written in checked blocks to a file beside, renamed when complete; the format is in docs/ps.md.
+// Tables on disk, in checked blocks; the format is in docs/ps.md.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -105,15 +105,6 @@ class File {
   size_t written_ = 0, flushed_ = 0;
 };
 
-void sync_folder(const std::string& path) {
-  const size_t slash = path.rfind('/');
-  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-  const int fd = open(folder.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return;  // a folder that cannot be read can still hold the file
-  fsync(fd);
-  close(fd);
-}
-
 std::string header_of(File& file) {
   char magic[8];
   uint32_t head[2];
@@ -130,71 +121,63 @@ std::string header_of(File& file) {
 }  // namespace
 
 uint64_t Table::save(const std::string& path, const std::string& header, uint64_t since) {
-  const std::string partial = path + ".partial";
   const size_t stride = spec_.layout.stride;
   const size_t most = std::max<size_t>(1, kBlockBytes / (12 + stride));
   uint64_t written = 0;
-  try {
-    File file(partial, O_WRONLY | O_CREAT | O_TRUNC);
-    const uint32_t head[2] = {static_cast<uint32_t>(header.size()), crc32(0, header.data(), header.size())};
-    file.write(kMagic, sizeof kMagic);
-    file.write(head, sizeof head);
-    file.write(header.data(), header.size());
-    // A block: its head, then keys, times seen and rows, each in one piece.
-    std::vector<char> block(sizeof(BlockHead) + most * (12 + stride));
-    std::vector<const Slot*> slots;
-    std::vector<const char*> ahead;
-    std::vector<uintptr_t> pages;
-    for (auto& owned : stripes_) {
-      gate_.enter();
-      const std::unique_ptr<Gate, void (*)(Gate*)> leave(&gate_, [](Gate* gate) { gate->leave(); });
-      Stripe& stripe = *owned;
-      const std::lock_guard<std::mutex> lock(stripe.mutex);
-      const uint32_t now = clock_.load(std::memory_order_relaxed);
-      const uint32_t oldest = since == 0 ? ~uint32_t{0} : now - static_cast<uint32_t>(since);
-      stripe.index.settle();
-      const Slots& all = stripe.index.slots();
-      uint64_t at = 0;
-      while (at < all.capacity()) {
-        slots.clear();
-        for (; at < all.capacity() && slots.size() < most; ++at) {
-          if (all[at].row != 0 && now - all[at].seen <= oldest) slots.push_back(&all[at]);
-        }
-        if (slots.empty()) break;
-        const size_t n = slots.size(), bytes = n * (12 + stride);
-        if (arena_->reads_ahead()) {
-          ahead.clear();
-          for (const Slot* slot : slots) ahead.push_back(row_at(stripe, slot->row - 1));
-          Arena::read_ahead(ahead.data(), n, stride, pages);
-        }
-        char* const keys = block.data() + sizeof(BlockHead);
-        char* const seen = keys + 8 * n;
-        char* const rows = seen + 4 * n;
-        for (size_t i = 0; i < n; ++i) {
-          if (i + kAhead < n) {
-            const char* const row = row_at(stripe, slots[i + kAhead]->row - 1);
-            for (size_t line = 0; line < std::min<size_t>(stride, 256); line += 64) __builtin_prefetch(row + line);
-          }
-          std::memcpy(keys + 8 * i, &slots[i]->key, 8);
-          std::memcpy(seen + 4 * i, &slots[i]->seen, 4);
-          std::memcpy(rows + stride * i, row_at(stripe, slots[i]->row - 1), stride);
-        }
-        const BlockHead block_head{kRowsMark, static_cast<uint32_t>(n), static_cast<uint32_t>(bytes), crc32(0, keys, bytes)};
-        std::memcpy(block.data(), &block_head, sizeof block_head);
-        file.write(block.data(), sizeof block_head + bytes);
-        written += n;
+  File file(path, O_WRONLY | O_CREAT | O_TRUNC);
+  const uint32_t head[2] = {static_cast<uint32_t>(header.size()), crc32(0, header.data(), header.size())};
+  file.write(kMagic, sizeof kMagic);
+  file.write(head, sizeof head);
+  file.write(header.data(), header.size());
+  // A block: its head, then keys, times seen and rows, each in one piece.
+  std::vector<char> block(sizeof(BlockHead) + most * (12 + stride));
+  std::vector<const Slot*> slots;
+  std::vector<const char*> ahead;
+  std::vector<uintptr_t> pages;
+  for (auto& owned : stripes_) {
+    gate_.enter();
+    const std::unique_ptr<Gate, void (*)(Gate*)> leave(&gate_, [](Gate* gate) { gate->leave(); });
+    Stripe& stripe = *owned;
+    const std::lock_guard<std::mutex> lock(stripe.mutex);
+    const uint32_t now = clock_.load(std::memory_order_relaxed);
+    const uint32_t oldest = since == 0 ? ~uint32_t{0} : now - static_cast<uint32_t>(since);
+    stripe.index.settle();
+    const Slots& all = stripe.index.slots();
+    uint64_t at = 0;
+    while (at < all.capacity()) {
+      slots.clear();
+      for (; at < all.capacity() && slots.size() < most; ++at) {
+        if (all[at].row != 0 && now - all[at].seen <= oldest) slots.push_back(&all[at]);
       }
+      if (slots.empty()) break;
+      const size_t n = slots.size(), bytes = n * (12 + stride);
+      if (arena_->reads_ahead()) {
+        ahead.clear();
+        for (const Slot* slot : slots) ahead.push_back(row_at(stripe, slot->row - 1));
+        Arena::read_ahead(ahead.data(), n, stride, pages);
+      }
+      char* const keys = block.data() + sizeof(BlockHead);
+      char* const seen = keys + 8 * n;
+      char* const rows = seen + 4 * n;
+      for (size_t i = 0; i < n; ++i) {
+        if (i + kAhead < n) {
+          const char* const row = row_at(stripe, slots[i + kAhead]->row - 1);
+          for (size_t line = 0; line < std::min<size_t>(stride, 256); line += 64) __builtin_prefetch(row + line);
+        }
+        std::memcpy(keys + 8 * i, &slots[i]->key, 8);
+        std::memcpy(seen + 4 * i, &slots[i]->seen, 4);
+        std::memcpy(rows + stride * i, row_at(stripe, slots[i]->row - 1), stride);
+      }
+      const BlockHead block_head{kRowsMark, static_cast<uint32_t>(n), static_cast<uint32_t>(bytes), crc32(0, keys, bytes)};
+      std::memcpy(block.data(), &block_head, sizeof block_head);
+      file.write(block.data(), sizeof block_head + bytes);
+      written += n;
     }
-    uint32_t end[4] = {kEndMark, static_cast<uint32_t>(written), static_cast<uint32_t>(written >> 32), 0};
-    end[3] = crc32(0, end, 12);
-    file.write(end, sizeof end);
-    file.finish();
-    if (rename(partial.c_str(), path.c_str()) != 0) fail(errno, path);
-  } catch (...) {
-    unlink(partial.c_str());
-    throw;
   }
-  sync_folder(path);
+  uint32_t end[4] = {kEndMark, static_cast<uint32_t>(written), static_cast<uint32_t>(written >> 32), 0};
+  end[3] = crc32(0, end, 12);
+  file.write(end, sizeof end);
+  file.finish();
   return written;
 }
 

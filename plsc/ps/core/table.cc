@@ -278,7 +278,7 @@ void Table::batch(const uint64_t* keys, size_t n, Missing missing, bool touch, s
     s.items.resize(most);
     s.rows.resize(most);
   }
-  const size_t floats = 2 * static_cast<size_t>(spec_.layout.dim);
+  const size_t floats = 3 * static_cast<size_t>(spec_.layout.dim) + static_cast<size_t>(spec_.layout.state);
   if (s.floats.size() < floats) s.floats.resize(floats);
   for (size_t done = 0; done < n; done += kChunk) {
     const size_t count = std::min(kChunk, n - done);
@@ -314,67 +314,121 @@ void Table::pull(const uint64_t* keys, size_t n, float* out, bool create) {
   });
 }
 
+template <class Step>
+uint64_t Table::judge(const Pairs& pairs, uint32_t limit, Step step) {
+  const auto dim = static_cast<size_t>(spec_.layout.dim);
+  const auto sound = [&](size_t i, size_t n) {
+    return all_below(pairs.floats + i * dim, n * dim, limit) &&
+           (pairs.shows == nullptr || all_below(pairs.shows + i, n, kInfinity)) &&
+           (pairs.clicks == nullptr || all_below(pairs.clicks + i, n, kInfinity));
+  };
+  const auto from = [](const float* x, size_t i) { return x == nullptr ? nullptr : x + i; };
+  uint64_t refused = 0;
+  for (size_t done = 0; done < pairs.n; done += kChunk) {
+    const size_t count = std::min(kChunk, pairs.n - done);
+    if (sound(done, count)) {
+      refused += step({pairs.keys + done, count, pairs.floats + done * dim, from(pairs.shows, done), from(pairs.clicks, done)});
+      continue;
+    }
+    std::vector<uint64_t> keys;
+    std::vector<float> floats, shows, clicks;
+    for (size_t i = done; i < done + count; ++i) {
+      if (!sound(i, 1)) continue;
+      keys.push_back(pairs.keys[i]);
+      floats.insert(floats.end(), pairs.floats + i * dim, pairs.floats + (i + 1) * dim);
+      if (pairs.shows != nullptr) shows.push_back(pairs.shows[i]);
+      if (pairs.clicks != nullptr) clicks.push_back(pairs.clicks[i]);
+    }
+    refused += count - keys.size();
+    refused += step({keys.data(), keys.size(), floats.data(), pairs.shows == nullptr ? nullptr : shows.data(),
+                     pairs.clicks == nullptr ? nullptr : clicks.data()});
+  }
+  refused_.fetch_add(refused, std::memory_order_relaxed);
+  return refused;
+}
+
 uint64_t Table::push(const uint64_t* keys, size_t n, const float* grads, const float* shows, const float* clicks,
                      float lr) {
   if (update_ == nullptr) throw std::logic_error("a custom rule's rows are gathered, stepped and scattered");
   clock_.fetch_add(1, std::memory_order_relaxed);
   const auto dim = static_cast<size_t>(spec_.layout.dim);
-  uint64_t refused = 0;
-  batch(keys, n, Missing::admit, true, spec_.layout.stride, grads, 4 * dim, [&](size_t i, char* row, float* floats) {
-    if (row == nullptr) return;
-    const bool counts = (shows == nullptr || finite(shows + i, 1)) && (clicks == nullptr || finite(clicks + i, 1));
-    if (!counts || !update_(spec_, lr, row, grads + i * dim, floats)) {
-      ++refused;
-      return;
-    }
-    if (spec_.layout.counters) {
-      auto* const counters = reinterpret_cast<float*>(row + spec_.layout.counters_at);
-      counters[0] += shows == nullptr ? 1.0f : shows[i];
-      if (clicks != nullptr) counters[1] += clicks[i];
-    }
+  return judge({keys, n, grads, shows, clicks}, gradient_limit(spec_.rule), [&](const Pairs& part) {
+    uint64_t refused = 0;
+    batch(part.keys, part.n, Missing::admit, true, spec_.layout.stride, part.floats, 4 * dim,
+          [&](size_t i, char* row, float* floats) {
+      if (row == nullptr) return;
+      if (!update_(spec_, lr, row, part.floats + i * dim, floats)) {
+        ++refused;
+        return;
+      }
+      if (spec_.layout.counters) count(row, part.shows == nullptr ? 1.0f : part.shows[i], part.clicks == nullptr ? 0.0f : part.clicks[i]);
+    });
+    return refused;
   });
+}
+
+// Counters stay finite: an infinite one would not fade.
+void Table::count(char* row, float shows, float clicks) const {
+  auto* const counters = reinterpret_cast<float*>(row + spec_.layout.counters_at);
+  counters[0] = bounded(counters[0] + shows, std::numeric_limits<float>::max());
+  counters[1] = bounded(counters[1] + clicks, std::numeric_limits<float>::max());
+}
+
+void Table::begin_push(uint64_t refused) {
+  clock_.fetch_add(1, std::memory_order_relaxed);
   refused_.fetch_add(refused, std::memory_order_relaxed);
-  return refused;
 }
 
 void Table::gather(const uint64_t* keys, size_t n, float* values, float* state) {
   const auto dim = static_cast<size_t>(spec_.layout.dim);
   const auto width = static_cast<size_t>(spec_.layout.state);
   std::vector<char> newborn(spec_.layout.stride);
-  clock_.fetch_add(1, std::memory_order_relaxed);
   batch(keys, n, Missing::admit, true, spec_.layout.stride, values, 4 * dim, [&](size_t i, const char* row, float* floats) {
     if (row == nullptr) {
       give_birth(spec_, keys[i], newborn.data(), floats);
       row = newborn.data();
     }
     read_value(spec_.layout, row, values + i * dim);
-    if (state != nullptr && width > 0) std::memcpy(state + i * width, row + spec_.layout.state_at, 4 * width);
+    if (width > 0) std::memcpy(state + i * width, row + spec_.layout.state_at, 4 * width);
   });
 }
 
-void Table::scatter(const uint64_t* keys, size_t n, const float* values, const float* state, bool only_present) {
+uint64_t Table::scatter(const uint64_t* keys, size_t n, const float* values, const float* state) {
   const auto dim = static_cast<size_t>(spec_.layout.dim);
   const auto width = static_cast<size_t>(spec_.layout.state);
-  batch(keys, n, only_present ? Missing::skip : Missing::set, true, spec_.layout.stride, values, 4 * dim,
-        [&](size_t i, char* row, float*) {
+  uint64_t refused = 0;
+  batch(keys, n, Missing::skip, true, spec_.layout.stride, values, 4 * dim, [&](size_t i, char* row, float*) {
+    if (row == nullptr) return;
+    if (!finite(values + i * dim, dim) || !finite(state + i * width, width)) {
+      ++refused;
+      return;
+    }
+    write_value(spec_.layout, row, values + i * dim);
+    if (width > 0) std::memcpy(row + spec_.layout.state_at, state + i * width, 4 * width);
+    if (spec_.layout.counters) count(row, 1.0f, 0.0f);
+  });
+  refused_.fetch_add(refused, std::memory_order_relaxed);
+  return refused;
+}
+
+void Table::assign(const uint64_t* keys, size_t n, const float* values) {
+  const auto dim = static_cast<size_t>(spec_.layout.dim);
+  batch(keys, n, Missing::set, true, spec_.layout.stride, values, 4 * dim, [&](size_t i, char* row, float*) {
     if (row == nullptr) return;
     write_value(spec_.layout, row, values + i * dim);
-    if (state == nullptr) {
-      initial_state(spec_, values + i * dim, row);
-    } else if (width > 0) {
-      std::memcpy(row + spec_.layout.state_at, state + i * width, 4 * width);
-    }
+    initial_state(spec_, row);
   });
 }
 
-uint64_t Table::add(const uint64_t* keys, size_t n, const float* deltas, float lr) {
-  uint64_t refused = 0;
+uint64_t Table::add(const uint64_t* keys, size_t n, const float* deltas) {
   clock_.fetch_add(1, std::memory_order_relaxed);
   const auto dim = static_cast<size_t>(spec_.layout.dim);
-  batch(keys, n, Missing::create, true, spec_.layout.stride, deltas, 4 * dim,
-        [&](size_t i, char* row, float* floats) { refused += !add_value(spec_, lr, row, deltas + i * dim, floats); });
-  refused_.fetch_add(refused, std::memory_order_relaxed);
-  return refused;
+  return judge({keys, n, deltas, nullptr, nullptr}, kInfinity, [&](const Pairs& part) {
+    uint64_t refused = 0;
+    batch(part.keys, part.n, Missing::create, true, spec_.layout.stride, part.floats, 4 * dim,
+          [&](size_t i, char* row, float* floats) { refused += !add_value(spec_, row, part.floats + i * dim, floats); });
+    return refused;
+  });
 }
 
 void Table::restore(const uint64_t* keys, size_t n, const char* seen, const char* rows) {

@@ -107,18 +107,22 @@ class Table {
 
   // rows[i] = the row of keys[i]. A missing key's row is born (create) or its initial value answered.
   void pull(const uint64_t* keys, size_t n, float* out, bool create);
-  // One step of the rule a (key, gradient) pair, in order; returns how many were refused (a NaN or an infinity in
-  // gradient or counts).
+  // One step of the rule a (key, gradient) pair, in order; returns how many were refused: those with a NaN or an infinity
+  // in gradient or counts, which nothing learns of, and those whose row would not be finite, which stays as it was.
   // `shows` and `clicks` may be null: 1 and 0.
   uint64_t push(const uint64_t* keys, size_t n, const float* grads, const float* shows, const float* clicks, float lr);
-  // Values and optimizer state as floats, for rules that run elsewhere: `state` [n, layout().state] may be null.
+  // A push under a rule that runs elsewhere: begun with the number of gradients refused beforehand; then, for keys that
+  // do not repeat, rows gathered as floats, `values` [n, dim] and `state` [n, layout().state], and scattered.
+  void begin_push(uint64_t refused);
   // Missing keys are born, or, where the table's admission refuses them, answered with their initial row.
   void gather(const uint64_t* keys, size_t n, float* values, float* state);
-  // Sets rows, making those that are missing; state null: what a newborn has. only_present: missing keys are left out.
-  void scatter(const uint64_t* keys, size_t n, const float* values, const float* state, bool only_present);
-  // Adds deltas [n, dim] to values, making rows that are missing; optimizer state stays, but for FTRL's z, which follows.
-  // Returns how many were refused, as push.
-  uint64_t add(const uint64_t* keys, size_t n, const float* deltas, float lr);
+  // Sets rows that are there, each shown once; returns how many were refused for not being finite.
+  uint64_t scatter(const uint64_t* keys, size_t n, const float* values, const float* state);
+  // Sets values, making rows that are missing, with the state of newborns.
+  void assign(const uint64_t* keys, size_t n, const float* values);
+  // Adds deltas [n, dim] to values, making rows that are missing; optimizer state stays. Returns how many were refused,
+  // as push.
+  uint64_t add(const uint64_t* keys, size_t n, const float* deltas);
   // Show and click counts [n, 2]; zeros for missing keys.
   void read_counters(const uint64_t* keys, size_t n, float* out);
   void contains(const uint64_t* keys, size_t n, uint8_t* out);
@@ -134,8 +138,8 @@ class Table {
   // One stripe's rows, as of one moment.
   void stripe_rows(int stripe, std::vector<uint64_t>& keys, std::vector<float>& values, std::vector<float>& state);
 
-  // Writes header and rows seen at or after `since` (0: all) to a file beside `path`, syncs it, renames it to `path`.
-  // Training may go on: each stripe is locked while it is written. Returns rows written; `cut` is the clock then.
+  // Writes header and rows seen at or after `since` (0: all) to `path` and syncs it. Training may go on: each stripe is
+  // locked while it is written. Returns rows written.
   uint64_t save(const std::string& path, const std::string& header, uint64_t since);
   // Reads rows of such a file over those here; the header is the caller's to compare.
   uint64_t load(const std::string& path);
@@ -166,10 +170,23 @@ class Table {
              size_t beside_bytes, Visit visit);
   template <class Visit>
   bool chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, size_t row_bytes, Scratch& s, Visit& visit);
+  // What comes with n keys, of which shows and clicks may be null.
+  struct Pairs {
+    const uint64_t* keys;
+    size_t n;
+    const float* floats;  // [n, dim]
+    const float* shows;
+    const float* clicks;
+  };
+  // Calls step with the pairs, a chunk at a time, but for those whose floats reach `limit` or whose counts are not
+  // finite; returns how many those are and counts them and what step refuses.
+  template <class Step>
+  uint64_t judge(const Pairs& pairs, uint32_t limit, Step step);
   // Whole rows as they were saved, `seen` [n] of four bytes each; both unaligned.
   void restore(const uint64_t* keys, size_t n, const char* seen, const char* rows);
   // With `floats` null the row is the caller's to set.
   Slot* insert(Stripe& stripe, uint64_t key, uint64_t hash, float* floats);
+  void count(char* row, float shows, float clicks) const;
   bool admits(Stripe& stripe, uint64_t key, uint64_t hash);
   void remove(Stripe& stripe, const Slot& slot);
   void reserve(uint64_t rows);

@@ -1,6 +1,7 @@
 // Finds races: in a build with -fsanitize=thread, and without the library of that name, every access to memory that a
 // kernel makes comes here. Two threads' accesses to one byte, of which one at least writes and which are not both
-// atomic, must have an order: a barrier of their block between them, or a collective of their warp. Blocks have none.
+// atomic, must have an order: __syncthreads of their block between them, or __syncwarp of their warp. Blocks have none,
+// and other collectives of a warp promise none.
 // Forgotten are all but three reads of a byte since it was written; a launch wants one worker.
 #pragma once
 
@@ -10,7 +11,7 @@ namespace shim {
 
 struct Access {
   size_t block = ~size_t(0), thread = 0;
-  unsigned barriers = 0, generation = 0;
+  unsigned barriers = 0, syncs = 0;
   bool atomic = false;
 
   size_t warp() const { return thread / 32; }
@@ -35,7 +36,7 @@ inline bool unordered(const Access& before, const Access& now) {
   if (before.block == ~size_t(0) || (before.atomic && now.atomic)) return false;
   if (before.block != now.block) return true;
   if (before.thread == now.thread || before.barriers != now.barriers) return false;
-  return before.warp() != now.warp() || before.generation == now.generation;
+  return before.warp() != now.warp() || before.syncs == now.syncs;
 }
 
 inline void complain(const Access& before, const Access& now) {
@@ -66,7 +67,7 @@ inline void touch(Byte& byte, const Access& now, bool write) {
   looking = true;
   Thread& me = *block->current;
   uintptr_t at = reinterpret_cast<uintptr_t>(address), stack = reinterpret_cast<uintptr_t>(me.fiber.stack.get());
-  Access now{block->number, size_t(&me - block->threads.data()), block->barriers, me.generation, atomic};
+  Access now{block->number, size_t(&me - block->threads.data()), block->barriers, me.syncs, atomic};
   if (at < stack || at >= stack + STACK_BYTES)
     for (size_t i = 0; i < bytes; ++i) touch(bytes_touched()[at + i], now, write);
   looking = false;

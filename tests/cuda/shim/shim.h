@@ -43,6 +43,7 @@ struct Thread {
   uint64_t slot[2] = {0, 0};
   int slot_line[2] = {0, 0};
   unsigned generation = 0;
+  unsigned syncs = 0;  // of its warp that are behind it
   int quiet = 1;  // above 0: what runs is the shim, not the kernel
 };
 
@@ -153,6 +154,12 @@ inline int exchange(uint64_t value, unsigned mask, int line) {
   return parity;
 }
 
+inline void sync_warp(int line) {
+  Quiet quiet;
+  exchange(0, 0xffffffffu, line);
+  ++block->current->syncs;
+}
+
 template <class T>
 T shuffle(T value, int from, unsigned mask, int line) {
   Quiet quiet;
@@ -236,7 +243,7 @@ inline void run_block(int order, std::mt19937& random) {
   for (size_t i = 0; i < block->threads.size(); ++i) {
     Thread& thread = block->threads[i];
     thread.state = State::ready;
-    thread.generation = 0;
+    thread.generation = thread.syncs = 0;
     thread.quiet = 1;
     thread.index = Dim{unsigned(i), 0, 0};
     start_fiber(thread.fiber, [] {
@@ -392,7 +399,7 @@ inline unsigned short float_to_half(float x) {
   })
 #define CHECK_ALIGNED(address, bytes) shim::check_aligned(address, bytes)
 #define __syncthreads() shim::sync_threads(__LINE__)
-#define __syncwarp() ((void)shim::exchange(0, 0xffffffffu, __LINE__))
+#define __syncwarp() shim::sync_warp(__LINE__)
 #define __shfl_sync(mask, value, from) shim::shuffle(value, from, mask, __LINE__)
 #define __shfl_xor_sync(mask, value, other) shim::shuffle(value, shim::lane() ^ (other), mask, __LINE__)
 #define __ballot_sync(mask, set) shim::ballot(set, mask, __LINE__)

@@ -460,7 +460,7 @@ SECTIONS: dict[str, Callable[[Run], None]] = {
 
 
 LIMITS = {"kernels": 200.0, "contracts": 250.0, "head": 180.0, "backbones": 180.0}  # seconds; 60 for the others
-CPU_TIMES = 4  # as long on a CPU, which others may use as well and which nobody lent for minutes
+CPU_TIMES = 4  # as long on a CPU, which others may use as well
 
 
 def gpu_found() -> bool:

@@ -5,12 +5,12 @@
     python benchmarks/loader.py --containers list rec tar parquet --workers 1 2 --peers --memory
 
 Bare: "decode" decodes bytes that lie in memory and keeps nothing, by the decoder that the loader chooses (simplejpeg
-where it is installed, else Pillow); "bytes" also mirrors every other picture and puts them side by side as uint8, what
-any loader must do; "floats" makes float32 of them, what one on a CPU must do (to a GPU bytes travel, and become floats
-there). "bare" reads the files, decodes, mirrors by numpy and stops at bytes. Loader: worker processes, random mirror,
-batches as float32 in this process; its time is that of all processes. Peers: torch's DataLoader over Pillow (a plain
-ImageFolder loop) and, where it is installed, webdataset over the same tar; both mirror and make the same floats. Rounds
-alternate, medians are compared.
+where it is installed, else Pillow); "read" reads a file before, and no more; "bytes" decodes from memory, mirrors every
+other picture and puts them side by side as uint8, what any loader must do; "floats" makes float32 of them, what one on
+a CPU must do (to a GPU bytes travel, and become floats there). "bare" reads the files, decodes, mirrors by numpy and
+stops at bytes. Loader: worker processes, random mirror, batches as float32 in this process; its time is that of all
+processes. Peers: torch's DataLoader over Pillow (a plain ImageFolder loop) and, where it is installed, webdataset over
+the same tar; both mirror and make the same floats. Rounds alternate, medians are compared.
 """
 
 import argparse
@@ -70,6 +70,16 @@ def decoder() -> Callable[[bytes], np.ndarray]:
 def decode_all(encoded: list[bytes]) -> None:
     decode = decoder()
     for data in encoded:
+        decode(data)
+
+
+def read_and_decode(paths: list[str]) -> None:
+    """By three system calls a file, and nothing kept."""
+    decode = decoder()
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        data = os.read(file, 1 << 20)
+        os.close(file)
         decode(data)
 
 
@@ -207,6 +217,7 @@ def measure(args: argparse.Namespace, folder: ImageFolder, scratch: str) -> None
     whole = epochs * (len(paths) // batch_size) * batch_size
     rows: dict[str, tuple[int, Callable[[], object]]] = {
         "decode": (epochs * len(paths), lambda: decode_all(encoded * epochs)),
+        "read": (epochs * len(paths), lambda: read_and_decode(paths * epochs)),
         "bytes": (epochs * len(paths), lambda: into_batches(encoded * epochs, batch_size, floats=False)),
         "floats": (epochs * len(paths), lambda: into_batches(encoded * epochs, batch_size, floats=True)),
         "bare": (epochs * len(paths), lambda: bare(paths * epochs, batch_size)),

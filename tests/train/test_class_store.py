@@ -1,6 +1,5 @@
 """Runs whose class centres lie in a store: they resume to the bit and say what they cannot do."""
 
-import dataclasses
 import json
 import logging
 import shutil
@@ -15,61 +14,18 @@ import torch
 from torch import Tensor
 
 from plsc.cli import train as train_command
-from plsc.comm import Communicator, LocalCommunicator, run_ranks
+from plsc.comm import LocalCommunicator
 from plsc.data.embeddings import read_embeddings
 from plsc.ps import AdamW, Momentum, Server, Table
-from plsc.train import Config, Trainer
+from plsc.train import Trainer
 from plsc.train.build import build_head
 from plsc.train.class_store import rule_of
-from plsc.train.config import DataConfig, EvalConfig, HeadConfig, ModelConfig, OptimConfig
+from plsc.train.config import EvalConfig, OptimConfig
 from plsc.train.run import train
 
-STORED = Config(
-    epochs=2,
-    batch_size=12,
-    log_every=1,
-    save_every=3,
-    export=False,
-    data=DataConfig(kind="synthetic", image_size=16, channels=1, num_classes=10, num_samples=96, workers=0, crop=1),
-    model=ModelConfig(backbone="plainnet", embedding_size=8),
-    head=HeadConfig(margin="cosface", margin_args={"scale": 16.0}, sample_rate=0.5, store="memory"),
-    optim=OptimConfig(lr=0.05, warmup_epochs=0.5),
-    eval=EvalConfig(task="none"),
-)
+from .short_runs import BASE, change, losses, run
 
-
-def change(config: Config, **changes: Any) -> Config:
-    """Replaces fields; `head={"store": "file"}` replaces fields of a table."""
-    made = {}
-    for name, value in changes.items():
-        old = getattr(config, name)
-        made[name] = dataclasses.replace(old, **value) if isinstance(value, dict) else value
-    return dataclasses.replace(config, **made)
-
-
-def run(config: Config, world: int, *, stop_at: int = 0) -> list[Trainer]:
-    """Trains on thread ranks; with stop_at a signal arrives during that step."""
-
-    def body(comm: Communicator) -> Trainer:
-        trainer = Trainer(config, comm=comm)
-        if stop_at:
-            step = trainer.fleet.step
-
-            def stopping(loss: Tensor, optimizer: torch.optim.Optimizer) -> Any:
-                if trainer.step + 1 == stop_at and comm.rank == world - 1:
-                    trainer._signal = 15
-                return step(loss, optimizer)
-
-            trainer.fleet.step = stopping  # type: ignore[method-assign]
-        assert trainer.fit() == (not stop_at)
-        return trainer
-
-    return run_ranks(world, body)
-
-
-def losses(config: Config) -> dict[int, float]:
-    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines) if "loss" in record}
+STORED = change(BASE, head={"sample_rate": 0.5, "store": "memory"})
 
 
 class Servers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,7 +11,13 @@ from typing import Any
 
 import torch
 from torch import is_grad_enabled, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    get_device_states,
+    set_device_states,
+)
 
 from plsc.comm import Communicator
 
@@ -103,13 +110,54 @@ class _Recomputed:
             return type(block).forward(block, *args, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            random = _Random(args)
             if not self.asked.selective:
-                return nullcontext(), _buffers_kept(block, None)
+                return nullcontext(), _Anew(lambda: _as_before(block, random, None))
             first, again = create_selective_checkpoint_contexts(_keeps(self.asked.products))
-            return first, _buffers_kept(block, again)
+            return first, _Anew(lambda: _as_before(block, random, again))
 
+        own: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
         with _without_cast_cache() if self.asked.selective else nullcontext():
-            return checkpoint(type(block).forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return checkpoint(type(block).forward, block, *args, **own, **kwargs)
+
+
+class _Anew(AbstractContextManager[None]):
+    """A context made at each entry: a graph that is kept runs its blocks again in each backward."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._now = self._make()
+        self._now.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._now.__exit__(*error)
+
+
+class _Random:
+    """The states of the random generators as a block's first run finds them.
+
+    In place of torch's own `preserve_rng_state`: reading the CPU's state locks it, and may collect garbage meanwhile,
+    which lets another thread run; one that reads the state then waits for that lock, and holds what the first waits
+    for. Ranks that are threads stood still for ever.
+    """
+
+    _one_at_a_time = threading.Lock()
+
+    def __init__(self, args: tuple[Any, ...] = (), devices: list[int] | None = None) -> None:
+        with self._one_at_a_time:
+            self.host = torch.get_rng_state()
+        if devices is not None:
+            self.devices, self.states = devices, [torch.cuda.get_rng_state(device) for device in devices]
+        else:
+            self.devices, self.states = get_device_states(*args) if torch.cuda.is_initialized() else ([], [])
+
+    def put_back(self) -> None:
+        """The generators are in these states again."""
+        with self._one_at_a_time:
+            torch.set_rng_state(self.host)
+        set_device_states(self.devices, self.states)
 
 
 def _keeps(products: tuple[int, ...]) -> Callable[..., CheckpointPolicy]:
@@ -146,15 +194,19 @@ def _without_cast_cache() -> Iterator[None]:
 
 
 @contextmanager
-def _buffers_kept(block: nn.Module, around: AbstractContextManager[Any] | None) -> Iterator[None]:
-    """Inside, the block works on copies of its buffers: the first run has updated running statistics already."""
+def _as_before(block: nn.Module, random: _Random, around: AbstractContextManager[Any] | None) -> Iterator[None]:
+    """Inside, random numbers are those of the first run, and the block works on copies of its buffers: the first run
+    has updated running statistics already."""
     kept = [(module, *named) for module in block.modules() for named in module.named_buffers(recurse=False)]
     for module, name, buffer in kept:
         setattr(module, name, buffer.clone())
+    drawn = _Random(devices=random.devices)
+    random.put_back()
     try:
         with around or nullcontext():
             yield
     finally:
+        drawn.put_back()
         for module, name, buffer in kept:
             setattr(module, name, buffer)
 

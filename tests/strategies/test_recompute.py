@@ -2,6 +2,7 @@
 
 import copy
 import io
+import time
 
 import pytest
 import torch
@@ -280,3 +281,39 @@ def test_selective_on_the_models(name: str) -> None:
 
     for policy in ("selective", "selective:1", "blocks:0-2 selective:2"):
         assert all(torch.equal(a, b) for a, b in zip(grads("none"), grads(policy), strict=True)), policy
+
+
+def test_a_second_backward_draws_the_same_again() -> None:
+    net, x = make(), X.clone()
+    recompute(net, "full")
+    torch.manual_seed(3)
+    loss = net(x).sum()
+    drawn = torch.get_rng_state()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in net.parameters()]
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for p, grad in zip(net.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * grad, rtol=0, atol=0)
+
+
+def test_threads_read_the_random_state_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that read it at once can wait for one another for ever: inside of it, garbage may be collected."""
+    read, inside, most = torch.get_rng_state, [], []
+
+    def slowly() -> Tensor:
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.002)
+        inside.pop()
+        return read()
+
+    def body(comm: Communicator) -> None:
+        block = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+        recompute(block, "full")
+        for _ in range(5):
+            block(torch.ones(1, 2, requires_grad=True)).sum().backward()
+
+    monkeypatch.setattr(torch, "get_rng_state", slowly)
+    run_ranks(4, body)
+    assert len(most) == 4 * 5 * 2 and max(most) == 1

@@ -6,9 +6,10 @@
 
 "products" are the three matrix products of a step that keeps its exponentials (four of one that does not), bf16 in,
 float32 out, blocks of the same size, by cuBLAS. "kernels" is a step written with plsc.ops.kernels alone: products in
-bf16, ArcFace, weight and momentum in few bits, everything else fused. "head" is plsc.ClassParallelHead as it is, whose
-products are float32 (TF32 on a GPU) whatever its weight is kept in: its note has the ratio to such products as well.
-Contenders alternate within a round; medians of CUDA events, or of processor time on a CPU.
+bf16, ArcFace, weight and momentum in few bits, everything else fused. "head" is plsc.ClassParallelHead as it is, with
+the same products where its weight is kept in few bits; those of an fp32 weight are float32 (TF32 on a GPU), and its
+note has the ratio to such products as well. Contenders alternate within a round; medians of CUDA events, or of
+processor time on a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 
 import plsc
 from plsc.comm import world
-from plsc.ops import kernels
+from plsc.ops import kernels, native
 
 SCALE, MARGIN, LR, MOMENTUM = 64.0, 0.5, 0.1, 0.9
 FORMATS = ("split", "bf16", "fp32")  # of the weight; the momentum is bf16, of an fp32 weight fp32
@@ -54,9 +55,7 @@ class Row:
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32, from half types: on a GPU by the tensor cores, on a CPU by widening."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a.float(), b.float())
+    return native.product(a, b, out=torch.empty(len(a), b.shape[1], device=a.device))
 
 
 class KernelHead:
@@ -158,18 +157,24 @@ def library_options(form: str, *, block: int, cache_bytes: float) -> dict[str, A
     half = form != "fp32"
     optimizer = plsc.SGD(LR, momentum=MOMENTUM, state_dtype="bf16" if half else "fp32")
     options: dict[str, Any] = {"weight_dtype": form, "head_optimizer": optimizer, "block": block}
-    return options | {"cache_dtype": "bf16" if half else "fp32", "cache_mb": cache_bytes / 2**20}
+    return options | {"product_dtype": "bf16" if half else "fp32", "cache_mb": cache_bytes / 2**20}
 
 
-def library_head(x: Tensor, labels: Tensor, classes: int, **options: Any) -> Callable[[], Tensor]:
-    """A step of plsc.ClassParallelHead, gives its loss. Made where it trains: its rows are not those of its seed."""
+def make_head(dim: int, classes: int, device: torch.device, **options: Any) -> plsc.ClassParallelHead:
+    """A plsc.ClassParallelHead made where it trains: its rows are not those of its seed."""
     with torch.device("meta"):
-        head = plsc.ClassParallelHead(x.shape[1], classes, margin=plsc.ArcFace(SCALE, MARGIN), comm=world(), **options)
-    head.to_empty(device=x.device)
+        head = plsc.ClassParallelHead(dim, classes, margin=plsc.ArcFace(SCALE, MARGIN), comm=world(), **options)
+    head.to_empty(device=device)
     for kept in head.row_state().values():
         kept.zero_()
     with torch.no_grad():
         head.weight.normal_(std=0.05)
+    return head
+
+
+def library_head(x: Tensor, labels: Tensor, classes: int, **options: Any) -> Callable[[], Tensor]:
+    """A step of plsc.ClassParallelHead, gives its loss."""
+    head = make_head(x.shape[1], classes, x.device, **options)
     leaf = x.float().requires_grad_()
 
     def step() -> Tensor:
@@ -208,19 +213,35 @@ def make_batch(batch: int, dim: int, classes: int, kind: torch.dtype, device: to
     return x, torch.randint(0, classes, (batch,), generator=generator, device=device)
 
 
-def check(device: torch.device, *, form: str = "fp32", batch: int = 33, classes: int = 1003, dim: int = 64) -> float:
-    """Largest relative error of KernelHead's loss, input gradient and weight step against float64 autograd."""
+def check(
+    device: torch.device, *, what: str = "kernels", form: str = "fp32", batch: int = 33, classes: int = 1003
+) -> float:
+    """Largest relative error of a step's loss, input gradient and weight step against float64 autograd.
+
+    what: "kernels", or "head", with the same rows and embeddings.
+    """
+    dim = 64
     head = KernelHead(classes, dim, form=form, block=256, cache=True, device=device)
     x, labels = make_batch(batch, dim, classes, head.kind, device)
     leaf, weight = x.double().requires_grad_(), head.weight.double().requires_grad_()
-    logits = leaf @ F.normalize(weight).T
+    logits = (leaf if what == "kernels" else F.normalize(leaf)) @ F.normalize(weight).T
     at = torch.arange(batch, device=device)
     logits = logits.index_put((at, labels), head.margin.target(logits[at, labels]))
     loss = F.cross_entropy(SCALE * logits, labels)
     loss.backward()
-    got, grad = head.step(x, labels)
     assert leaf.grad is not None and weight.grad is not None
-    pairs = [(got, loss), (grad, leaf.grad), (head.velocity, weight.grad)]  # the first velocity is the gradient
+    if what == "kernels":
+        got, grad = head.step(x, labels)
+        velocity = head.velocity  # the first one is the gradient
+    else:
+        made = make_head(dim, classes, device, **library_options(form, block=256, cache_bytes=1e6))
+        made.weight.data.copy_(head.weight)
+        wide = x.float().requires_grad_()
+        got = made(wide, labels)
+        got.backward()
+        assert wide.grad is not None
+        grad, velocity = wide.grad, made.row_state()["momentum"]
+    pairs = [(got.detach(), loss), (grad, leaf.grad), (velocity, weight.grad)]
     errors = [float((a.double() - b.detach()).norm() / b.detach().norm()) for a, b in pairs]
     return max(errors) if all(map(math.isfinite, errors)) else math.inf  # max() alone would drop a NaN
 
@@ -253,16 +274,17 @@ def compare(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 def compare_library(
     x: Tensor, labels: Tensor, classes: int, form: str, products_took: float, args: argparse.Namespace
 ) -> Row:
-    """plsc.ClassParallelHead against the bf16 products, and against those of its own type, which is float32 (TF32)."""
+    """plsc.ClassParallelHead against the bf16 products, and in fp32 against those of that type (TF32)."""
     options = library_options(form, block=args.block, cache_bytes=args.cache_gb * 1e9)
-    cache = len(x) * classes * (4 if form == "fp32" else 2) <= args.cache_gb * 1e9
-    wide, weight = x.float(), torch.zeros(classes, x.shape[1], device=x.device)
-    own = products(wide, weight, block=args.block, num=3 if cache else 4)
-    own_took = milliseconds({"own": own}, args.rounds, x.device)["own"]
-    del own, weight
-    free(x.device)
     took = milliseconds({"head": library_head(x, labels, classes, **options)}, args.rounds, x.device)["head"]
-    note = f"{form} weight, {took / own_took:.2f} of the same products in float32"
+    note = f"{form} weight"
+    if form == "fp32":
+        free(x.device)
+        cache = 4 * len(x) * classes <= args.cache_gb * 1e9
+        weight = torch.zeros(classes, x.shape[1], device=x.device)
+        own = products(x.float(), weight, block=args.block, num=3 if cache else 4)
+        own_took = milliseconds({"own": own}, args.rounds, x.device)["own"]
+        note += f", {took / own_took:.2f} of the same products in float32"
     return Row("head", len(x), classes, took, took / products_took, peak(x.device), note, judged=form == "split")
 
 
@@ -273,7 +295,7 @@ def fit(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
             free(device)
             available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 16e6
             each = {"split": 6, "bf16": 4, "fp32": 8}[form] * args.dim + 4
-            width = 2 if what == "kernels" and form != "fp32" else 4
+            width = 2 if form != "fp32" else 4
             room = args.block * (args.batch_fit * (4 + width) + args.dim * 8) + 2e9 * (device.type == "cuda")
             classes = int((available * 0.97 - room) / each)
             if classes < 1:
@@ -340,9 +362,10 @@ def main() -> None:
     args = parse()
     device = torch.device(args.device)
     torch.backends.cuda.matmul.allow_tf32 = True
-    print(
-        f"relative error against float64: fp32 {check(device):.1e}, bf16 products {check(device, form='split'):.1e}\n"
-    )
+    for what in ("kernels", "head"):
+        wide, half = (check(device, what=what, form=form) for form in ("fp32", "split"))
+        print(f"{what}: relative error against float64 {wide:.1e}, with bf16 products {half:.1e}")
+    print()
     print("| what | B | C | ms | x products | GB | |\n|---|---|---|---|---|---|---|")
     rows = []
     for row in fit(args, device) if args.fit else compare(args, device):

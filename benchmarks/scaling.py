@@ -195,7 +195,7 @@ def predict() -> None:
     print("128 samples a GPU, iresnet50, D = 512, split weight and bfloat16 momentum: PREDICTED, not measured\n")
     print("| GPUs | classes | ms a step | backbone | head | links | efficiency | at worst | GB a GPU |")
     print("|---|---|---|---|---|---|---|---|---|")
-    for name in ("V100", "H200", "H200TF32"):
+    for name in ("V100", "H200", "H200TF32", "H200BF16"):
         for classes in (10_000_000, 50_000_000):
             first = 0.0
             for num in (8, 32, 128):

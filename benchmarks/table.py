@@ -6,16 +6,21 @@ Batches of 65,536 keys, uniform over the rows and Zipf(1.05) over the ids, dim 1
 they come. Without names all parts are run.
 
 fill     rows a second of a bulk load beside a bare copy into new memory, the slowest batch while the table grows,
-         bytes a row beyond its payload
+         bytes a row beyond its payload; in memory that the system has used before, since a virtual machine's host
+         takes longer to give it out at first than a table takes to fill it
 peers    pulls and pushes beside other tables. All take turns within one run, so that a noisy machine hurts them alike;
          medians of processor time and their ratios to the bare gather count, not single numbers. numba and
-         fbgemm-gpu-cpu (1.8 beside torch 2.13) take part where they work
+         fbgemm-gpu-cpu (1.8 beside torch 2.13) take part where they work. The bare hash table is a bound: what
+         bare_table.c does in this process without locks, growth, checks or any other thing that a table is for
 threads  one and two in turn, by the clock on the wall: run those on a quiet machine
 disk     saving beside writing and syncing as many bytes in --folder, loading beside reading them, none in memory
 """
 
 import argparse
+import ctypes
 import os
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -82,17 +87,16 @@ class NumbaTable:
     """The table's design in numba: open addressing, linear probing, 16-byte slots, rows apart; no locks, no growth."""
 
     def __init__(self, keys: np.ndarray, values: np.ndarray) -> None:
-        self.slot_keys = np.zeros(1 << int(len(keys) * 1.5).bit_length(), np.uint64)
-        self.slot_rows = np.zeros(len(self.slot_keys), np.int64)
+        self.slots = np.zeros((1 << int(len(keys) * 1.5).bit_length(), 2), np.uint64)  # key and row number + 1
         self.rows = np.concatenate([values, np.zeros_like(values)], axis=1)  # value and Adagrad's sums
         self.fill, self.read, self.step = numba_loops()
-        self.fill(self.slot_keys, self.slot_rows, keys)
+        self.fill(self.slots, keys)
 
     def pull(self, keys: np.ndarray, out: np.ndarray) -> None:
-        self.read(self.slot_keys, self.slot_rows, self.rows, keys, out)
+        self.read(self.slots, self.rows, keys, out)
 
     def push(self, keys: np.ndarray, grads: np.ndarray) -> None:
-        self.step(self.slot_keys, self.slot_rows, self.rows, keys, grads)
+        self.step(self.slots, self.rows, keys, grads)
 
 
 def numba_loops() -> tuple[Any, Any, Any]:
@@ -105,35 +109,35 @@ def numba_loops() -> tuple[Any, Any, Any]:
         return (x ^ (x >> np.uint64(27))) & mask
 
     @njit(nogil=True)
-    def fill(slot_keys, slot_rows, keys) -> None:  # type: ignore[no-untyped-def]
-        mask = np.uint64(len(slot_keys) - 1)
+    def fill(slots, keys) -> None:  # type: ignore[no-untyped-def]
+        mask = np.uint64(len(slots) - 1)
         for i in range(len(keys)):
             at = home(keys[i], mask)
-            while slot_rows[at] != 0:
+            while slots[at, 1] != 0:
                 at = (at + np.uint64(1)) & mask
-            slot_keys[at], slot_rows[at] = keys[i], i + 1
+            slots[at, 0], slots[at, 1] = keys[i], i + 1
 
     @njit(nogil=True, inline="always")
-    def find(slot_keys, slot_rows, key):  # type: ignore[no-untyped-def]
-        mask = np.uint64(len(slot_keys) - 1)
+    def find(slots, key):  # type: ignore[no-untyped-def]
+        mask = np.uint64(len(slots) - 1)
         at = home(key, mask)
-        while slot_rows[at] != 0:
-            if slot_keys[at] == key:
-                return slot_rows[at] - 1
+        while slots[at, 1] != 0:
+            if slots[at, 0] == key:
+                return np.int64(slots[at, 1]) - 1
             at = (at + np.uint64(1)) & mask
         return -1
 
     @njit(nogil=True)
-    def read(slot_keys, slot_rows, rows, keys, out) -> None:  # type: ignore[no-untyped-def]
+    def read(slots, rows, keys, out) -> None:  # type: ignore[no-untyped-def]
         for i in range(len(keys)):
-            row = find(slot_keys, slot_rows, keys[i])
+            row = find(slots, keys[i])
             for d in range(DIM):
                 out[i, d] = rows[row, d] if row >= 0 else 0.0
 
     @njit(nogil=True, error_model="numpy")
-    def step(slot_keys, slot_rows, rows, keys, grads) -> None:  # type: ignore[no-untyped-def]
+    def step(slots, rows, keys, grads) -> None:  # type: ignore[no-untyped-def]
         for i in range(len(keys)):
-            row = find(slot_keys, slot_rows, keys[i])
+            row = find(slots, keys[i])
             if row >= 0:
                 for d in range(DIM):
                     g = grads[i, d]
@@ -141,6 +145,35 @@ def numba_loops() -> tuple[Any, Any, Any]:
                     rows[row, d] -= np.float32(LR) * g / (np.sqrt(rows[row, DIM + d]) + np.float32(1e-10))
 
     return fill, read, step
+
+
+class BareTable:
+    """bare_table.c, compiled for this machine: the bound."""
+
+    def __init__(self, keys: np.ndarray, values: np.ndarray) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            library = f"{folder}/bare_table.so"
+            source = Path(__file__).with_name("bare_table.c")
+            flags = ["-O3", "-march=native", "-fno-math-errno", "-shared", "-fPIC"]
+            subprocess.run(["gcc", *flags, source, "-o", library, "-lm"], check=True)
+            self.native = ctypes.CDLL(library)
+        bits = int(len(keys) * 1.5).bit_length()
+        self.slots = np.zeros((1 << bits, 2), np.uint64)
+        self.rows = np.concatenate([values, np.zeros_like(values)], axis=1)
+        self.table = ctypes.c_void_p(self.slots.ctypes.data), ctypes.c_uint(64 - bits)
+        self.native.fill(*self.table, *self.pointers(keys), ctypes.c_uint64(len(keys)))
+
+    @staticmethod
+    def pointers(*arrays: np.ndarray) -> list[ctypes.c_void_p]:
+        return [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+
+    def pull(self, keys: np.ndarray, out: np.ndarray) -> None:
+        rows, keys_at, out_at = self.pointers(self.rows, keys, out)
+        self.native.pull(*self.table, rows, keys_at, ctypes.c_uint64(len(keys)), out_at)
+
+    def push(self, keys: np.ndarray, grads: np.ndarray) -> None:
+        rows, keys_at, grads_at = self.pointers(self.rows, keys, grads)
+        self.native.push(*self.table, rows, keys_at, ctypes.c_uint64(len(keys)), grads_at, ctypes.c_float(LR))
 
 
 class FbgemmTable:
@@ -295,29 +328,33 @@ def fbgemm_push(table: FbgemmTable, batches: list[np.ndarray], grads: torch.Tens
 
 def fill(tables: dict[str, Table], ids: np.ndarray, dense: np.ndarray) -> None:
     print(f"{'':16}{'M rows/s':>10}{'batch, ms':>11}{'slowest':>9}{'B/row beyond':>14}   (processor time)")
+    used = np.ones((len(dense), 2 + len(tables), 2, DIM), np.float32)
+    del used
     start = time.thread_time()
     fresh = np.empty((len(dense), 2, DIM), np.float32)
     fresh[:, 0], fresh[:, 1] = dense, 0.0
     print(f"{'bare copy':16}{len(dense) / (time.thread_time() - start) / 1e6:10.2f}   (into new memory, in order)")
     del fresh
-    for name, table in tables.items():
-        spent = []
-        for some in np.array_split(np.arange(len(dense)), max(1, len(dense) // BATCH)):
-            keys, values = ids[some], dense[some]
+    spent: dict[str, list[float]] = {name: [] for name in tables}
+    for some in np.array_split(np.arange(len(dense)), max(1, len(dense) // BATCH)):
+        keys, values = ids[some], dense[some]
+        for name, table in tables.items():
             start = time.thread_time()
             table.assign(keys, values)
-            spent.append(time.thread_time() - start)
+            spent[name].append(time.thread_time() - start)
+    for name, table in tables.items():
         stats = table.stats()
         beyond = (stats["index_bytes"] + stats["arena_bytes"] - stats["payload_bytes"]) / len(dense)
-        middle, most = 1e3 * float(np.median(spent)), 1e3 * max(spent)
-        print(f"{name:16}{len(dense) / sum(spent) / 1e6:10.2f}{middle:11.1f}{most:9.1f}{beyond:14.1f}", flush=True)
+        middle, most = 1e3 * float(np.median(spent[name])), 1e3 * max(spent[name])
+        rate = len(dense) / sum(spent[name]) / 1e6
+        print(f"{name:16}{rate:10.2f}{middle:11.1f}{most:9.1f}{beyond:14.1f}", flush=True)
 
 
 def optional(what: str, make: Callable[[], Any]) -> Any:
     """A peer, or None where it does not work here, with the reason."""
     try:
         return make()
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, subprocess.CalledProcessError) as error:
         print(f"without {what}: {str(error).strip().splitlines()[0]}")
         return None
 
@@ -332,6 +369,7 @@ def peers(
     bisected, mapping = SortedTable(ids[:rows], dense), DictTable(ids[:tenth], dense[:tenth])
     compiled = optional("numba", lambda: NumbaTable(ids[:rows], dense))
     fbgemm = optional("fbgemm-gpu-cpu", lambda: FbgemmTable(dense))
+    bare = optional("the bare hash table", lambda: BareTable(ids[:rows], dense))
     for kind, drawn in batches.items():
         keys = [ids[batch] for batch in drawn]
         dense_ids = [batch % rows for batch in drawn]  # for what has no keys
@@ -343,6 +381,9 @@ def peers(
         for name, table in tables.items():
             pulls[name] = lambda i, table=table, keys=keys: table.pull(keys[i], out=out)
             pushes[name] = lambda i, table=table, keys=keys: table.push(keys[i], grads)
+        if bare is not None:
+            pulls["bare hash table"] = lambda i, keys=keys: bare.pull(keys[i], out)
+            pushes["bare hash table"] = lambda i, keys=keys: bare.push(keys[i], grads)
         if compiled is not None:
             pulls["numba table"] = lambda i, keys=keys: compiled.pull(keys[i], out)
             pushes["numba table"] = lambda i, keys=keys: compiled.push(keys[i], grads)

@@ -2,7 +2,8 @@
 
     python benchmarks/word2vec.py speed CORPUS [--words 1000000] [--repeats 3]
     python benchmarks/word2vec.py quality CORPUS --similarity wordsim353.tsv [--epochs 3] [--seeds 1]
-    python benchmarks/word2vec.py geo CORPUS --similarity wordsim353.tsv [--workers 4] [--every 8 32] [--epochs 3]
+    python benchmarks/word2vec.py geo CORPUS --similarity wordsim353.tsv [--workers 4] [--every 8 26] [--epochs 3]
+        [--weight 1 | --pace 0.0006] [--wire int8] [--seeds 5]
 
 CORPUS: plain text, paragraphs as sentences, runs of letters in lower case; .gz and .dz too. gensim (pip install gensim)
 gets the same sentences, as lists of words. All: dim 100, window 5, 5 negatives, sample 1e-3, min_count 5.
@@ -18,9 +19,9 @@ geo      workers as threads with a copy each, in this process, one server: Spear
 import argparse
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import numpy as np
 
 from plsc.data.text import Encoded, Text, Vocabulary
 from plsc.data.vectors import WordVectors
-from plsc.ps import Geo, Host, Seat, Table, WordLoop
+from plsc.ps import Geo, Server, Table, WordLoop, connect
 from plsc.train.word_metrics import similarity
 
 DIM, WINDOW, NEGATIVES, SAMPLE, MIN_COUNT, LR, LEAST_LR = 100, 5, 5, 1e-3, 5, 0.025, 1e-4
@@ -165,52 +166,63 @@ def vectors_of(corpus: Corpus, table: Table) -> WordVectors:
     return WordVectors(corpus.vocabulary.words, table.pull(keys, create=False))
 
 
-def geo(corpus: Corpus, path: str, workers: int, everies: list[int], epochs: int, weights: list[float]) -> None:
-    print("\n| workers | exchange every | weight | spearman | rows sent a word |\n|---|---|---|---|---|")
-    tables = new_tables(0)
-    train_ours(corpus, new_loop(corpus, tables, shared=True, seed=0), epochs)
-    print(f"| 1, no mode | | | {similarity(vectors_of(corpus, tables[0]), path)['spearman']:.3f} | |", flush=True)
-    for every in everies:
-        for weight in weights:
-            hosts = [Host(table) for table in new_tables(0, locked=True)]
-            seats = [[Seat(host, rank=rank) for host in hosts] for rank in range(workers)]
-            sent = [0]
+def geo(corpus: Corpus, args: argparse.Namespace) -> None:
+    print(f"\n| workers | exchange every | weight | spearman of each seed | mean | rows sent a word |\n|{'---|' * 6}")
 
-            def work(
-                rank: int,
-                seats: list[list[Seat]] = seats,
-                sent: list[int] = sent,
-                options: dict[str, Any] = {"every": every, "weight": weight or None, "workers": workers},  # noqa: B006
-            ) -> None:
-                stores = [Geo(_Counted(seat, sent), **options) for seat in seats[rank]]
-                train_ours(corpus, new_loop(corpus, stores, shared=True, seed=0), epochs, rank=rank, workers=workers)
-                for store in stores:
-                    store.close()
+    def say(who: str, every: str, weight: str, found: list[float], rows: str) -> None:
+        each = ", ".join(f"{x:.3f}" for x in found)
+        print(f"| {who} | {every} | {weight} | {each} | {np.mean(found):.3f} | {rows} |", flush=True)
 
-            threads = [threading.Thread(target=work, args=(rank,)) for rank in range(workers)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            found = similarity(vectors_of(corpus, hosts[0].table), path)["spearman"]
-            a_word = sent[0] / (epochs * corpus.words)
-            print(
-                f"| {workers} | {every} x 10,000 words | {weight or 1 / workers} | {found:.3f} | {a_word:.3f} |",
-                flush=True,
-            )
+    def spearman(table: Table) -> float:
+        return similarity(vectors_of(corpus, table), args.similarity)["spearman"]
+
+    found = []
+    for seed in range(args.seeds):
+        tables = new_tables(seed)
+        train_ours(corpus, new_loop(corpus, tables, shared=True, seed=seed), args.epochs)
+        found.append(spearman(tables[0]))
+    say("1, no mode", "", "", found, "")
+    for every in args.every:
+        for weight in args.pace or args.weight:
+            settings = {"every": every, "workers": args.workers, "pace" if args.pace else "weight": weight or None}
+            found, rows = [], 0.0
+            for seed in range(args.seeds):
+                table, sent = geo_once(corpus, settings, args, seed)
+                found.append(spearman(table))
+                rows = sent / (args.epochs * corpus.words)
+            word = f"pace {weight}" if args.pace else f"{weight or 1 / args.workers}"
+            say(f"{args.workers}, {args.wire}", f"{every} x 10,000 words", word, found, f"{rows:.3f}")
+
+
+def geo_once(corpus: Corpus, settings: dict[str, Any], args: argparse.Namespace, seed: int) -> tuple[Table, int]:
+    """The words' table after all workers' training, and how many rows travelled."""
+    tables, sent = dict(zip(("words", "contexts"), new_tables(seed, locked=True), strict=True)), [0]
+    with Server(tables) as server:
+
+        def work(rank: int) -> None:
+            remote = [connect(server.address, table=name, rank=rank, wire=args.wire) for name in tables]
+            stores = [Geo(_Counted(store, sent), **settings) for store in remote]
+            loop = new_loop(corpus, stores, shared=True, seed=seed)
+            train_ours(corpus, loop, args.epochs, rank=rank, workers=args.workers)
+            for each in (*stores, *remote):
+                each.close()
+
+        with ThreadPoolExecutor(args.workers) as pool:
+            list(pool.map(work, range(args.workers)))
+    return tables["words"], sent[0]
 
 
 class _Counted:
-    """A seat that counts the rows of its exchanges, both ways."""
+    """A store that counts the rows of its exchanges, both ways."""
 
-    def __init__(self, seat: Seat, sent: list[int]) -> None:
-        self._seat, self._sent = seat, sent
+    def __init__(self, store: Any, sent: list[int]) -> None:
+        self._store, self._sent = store, sent
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._seat, name)
+        return getattr(self._store, name)
 
     def exchange(self, keys: np.ndarray, deltas: np.ndarray) -> Any:
-        changes = self._seat.exchange(keys, deltas)
+        changes = self._store.exchange(keys, deltas)
         self._sent[0] += len(keys) + len(changes.keys)
         return changes
 
@@ -228,6 +240,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--every", type=int, nargs="+", default=[8])
     parser.add_argument("--weight", type=float, nargs="+", default=[0.0], help="of a difference; 0: 1 / workers")
+    parser.add_argument("--pace", type=float, nargs="+", default=[], help="instead: a weight for each row")
+    parser.add_argument("--wire", default="fp32", choices=["fp32", "fp16", "int8"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         words = args.words or (1_000_000 if args.what == "speed" else 0)
@@ -239,7 +253,7 @@ def main() -> None:
         elif args.what == "quality":
             quality(corpus, args.similarity, args.epochs, args.seeds, args.who)
         else:
-            geo(corpus, args.similarity, args.workers, args.every, args.epochs, args.weight)
+            geo(corpus, args)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """Word vectors on workers behind slow links: what Sync, Async and Geo can reach, by a model and as measured.
 
-    python benchmarks/word2vec_network.py model CORPUS [--workers 4] [--mbit 100] [--every 1 8 32 128]
-    python benchmarks/word2vec_network.py measure CORPUS --words 400000 --similarity wordsim353.tsv    # as root
+    python benchmarks/word2vec_network.py model CORPUS [--workers 4] [--mbit 100] [--every 1 8 26 128]
+    python benchmarks/word2vec_network.py measure CORPUS --similarity wordsim353.tsv \
+        --modes sync:200000 async:200000 geo26 [--wire int8] [--pace 0.0006] [--epochs 3] [--seeds 5]    # as root
 
 CORPUS and the settings of the loop: as word2vec.py; negatives shared per centre word.
 
 model    from the text: rows that a batch of 10,000 words touches, that an exchange after k batches carries, and that
-         others change meanwhile; words a CPU-second of the loop. A row of 100 floats is 400 bytes, a key 8.
+         others change meanwhile; words a CPU-second of the loop. A row of 100 numbers is 400 bytes in fp32, 200 in
+         fp16, 104 in int8 (with its scale); a key 8. Every core's own, so no more than two workers' here.
 measure  one server process, each worker a process in a network namespace of its own whose link carries so many Mbit/s
          each way. Words a second of all workers together, bytes a word, Spearman of the server's vectors at the end.
+         sync:200000 stops after so many words of all workers: for a speed, without a similarity. --wire and --pace are
+         Geo's; the others send fp32, or fp16 as in sync/fp16.
 """
 
 import argparse
@@ -28,7 +32,7 @@ from plsc.data.text import Encoded, Vocabulary
 from plsc.ps import Async, Geo, Server, Sync, connect
 from plsc.train.word_metrics import similarity
 
-ROW, KEY = 4 * DIM, 8
+ROWS, KEY = {"fp32": 4 * DIM, "fp16": 2 * DIM, "int8": DIM + 4}, 8
 NAMES = ("words", "contexts")
 
 
@@ -53,10 +57,14 @@ def model(corpus: Corpus, workers: int, mbit: int, everies: list[int]) -> None:
     n, link = words / sum(map(len, touched)), mbit * 1e6 / 8
     rows = float(np.mean([each.sum() for worker in touched for each in worker]))
     train = n / rate
-    sync = train + rows * (KEY + ROW + KEY + ROW) / link
-    overlapped = max(train + rows * (KEY + ROW) / link, rows * (KEY + KEY + ROW) / link)
+    times = {}
+    for wire in ("fp32", "fp16"):
+        row = ROWS[wire]
+        times[f"sync, {wire}"] = train + rows * (KEY + row + KEY + row) / link
+        times[f"async, {wire}"] = max(train + rows * (KEY + row) / link, rows * (KEY + KEY + row) / link)
     print(f"a batch: {n:,.0f} words, {rows:,.0f} rows of both tables; {rate:,.0f} words a CPU-second")
     print("| mode | rows up and down a word | words/s a worker | to Sync | to Async |\n|---|---|---|---|---|")
+    sync, overlapped = times["sync, fp32"], times["async, fp32"]
 
     def line(name: str, carried: float, seconds: float, count: float) -> None:
         print(
@@ -64,8 +72,8 @@ def model(corpus: Corpus, workers: int, mbit: int, everies: list[int]) -> None:
             f"{overlapped / n * count / seconds:.1f} |"
         )
 
-    line("sync", 2 * rows / n, sync, n)
-    line("async", 2 * rows / n, overlapped, n)
+    for name, seconds in times.items():
+        line(name, 2 * rows / n, seconds, n)
     for every in everies:
         if every > length:
             print(f"| geo, every {every} | the text is too short for {workers} workers | | | |")
@@ -74,9 +82,9 @@ def model(corpus: Corpus, workers: int, mbit: int, everies: list[int]) -> None:
         up = float(np.mean([each.sum() for each in unions]))
         others = [np.any([u for j, u in enumerate(unions) if j != i], axis=0) for i in range(workers)]
         down = float(np.mean([each.sum() for each in others]))
-        line(
-            f"geo, every {every}", (up + down) / n / every, every * train + (up + down) * (KEY + ROW) / link, every * n
-        )
+        for wire, row in ROWS.items():
+            seconds = every * train + (up + down) * (KEY + row) / link
+            line(f"geo, every {every}, {wire}", (up + down) / n / every, seconds, every * n)
 
 
 class Limited:
@@ -100,41 +108,49 @@ class Limited:
 
 def measure(corpus: Corpus, folder: str, path: str, args: argparse.Namespace) -> None:
     corpus.vocabulary.save(Path(folder) / "vocab.txt")
-    print("| mode | words/s | to the first | bytes a word | spearman |\n|---|---|---|---|---|")
+    print("| mode | seed | words/s | to the first | bytes a word | spearman |\n|---|---|---|---|---|---|")
     first = 0.0
     with Links(args.workers, args.mbit) as links:
-        for name in args.modes:
-            tables = dict(zip(NAMES, new_tables(0, locked=True), strict=True))
+        for number, (seed, name) in enumerate((seed, name) for seed in range(args.seeds) for name in args.modes):
+            tables = dict(zip(NAMES, new_tables(seed, locked=True), strict=True))
             with Server(tables, host=links.host, token=TOKEN) as server:
                 crew = []
                 for rank in range(args.workers):
                     job = {"rank": rank, "workers": args.workers, "mode": name, "folder": folder}
                     job |= {"sentences": corpus.sentences, "server": f"{links.address(rank)}:{server.port}"}
-                    job |= {"weight": args.weight}
+                    job |= {"weight": args.weight, "pace": args.pace, "wire": args.wire, "epochs": args.epochs}
+                    job |= {"seed": seed}
                     command = [*links.prefix(rank), sys.executable, __file__, "worker", "-", "--job", json.dumps(job)]
                     crew.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
                 for each in crew:
                     assert each.stdout.readline() == "ready\n"
                 for each in crew:
                     print(file=each.stdin, flush=True)
-                slowest = max(float(each.stdout.readline()) for each in crew)
+                told = [each.stdout.readline().split() for each in crew]
+                slowest, words = max(float(seconds) for seconds, _ in told), sum(int(count) for _, count in told)
                 for each in crew:
                     each.communicate("\n")
                 sent = sum(sum(meter.bytes.values()) for meter in server.meters.values())
-            rate = corpus.words / slowest
-            first = first or rate
-            found = similarity(vectors_of(corpus, tables["words"]), path)["spearman"]
-            print(
-                f"| {name} | {rate:,.0f} | {rate / first:.1f} | {sent / corpus.words:,.0f} | {found:.3f} |", flush=True
-            )
+            rate = words / slowest
+            first = first if number % len(args.modes) else rate
+            part = ":" in name
+            found = 0.0 if part else similarity(vectors_of(corpus, tables["words"]), path)["spearman"]
+            cells = f"{rate:,.0f} | {rate / first:.1f} | {sent / words:,.0f} | {'' if part else f'{found:.3f}'}"
+            print(f"| {name} | {seed} | {cells} |", flush=True)
 
 
-def mode_of(name: str, store: Any, workers: int, weight: float) -> Any:
-    if name == "sync":
-        return Sync(store, workers=workers, deadline=600)
-    if name == "async":
-        return Async(store)
-    return Geo(store, every=int(name.removeprefix("geo")), workers=workers, weight=weight or None)
+def open_mode(name: str, job: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The stores of both tables, as `name` wants them, and what they are around."""
+    kind, _, wire = name.partition(":")[0].partition("/")
+    geo = kind.startswith("geo")
+    options = {"rank": job["rank"], "token": TOKEN, "wire": job["wire"] if geo else wire or "fp32", "timeout": 300}
+    remote = [connect(job["server"], table=table, **options) for table in NAMES]
+    if kind == "sync":
+        return [Sync(store, workers=job["workers"], deadline=600) for store in remote], remote
+    if kind == "async":
+        return [Async(store) for store in remote], remote
+    settings = {"workers": job["workers"], "weight": job["weight"] or None, "pace": job["pace"] or None}
+    return [Geo(store, every=int(kind.removeprefix("geo")), **settings) for store in remote], remote
 
 
 class Share:
@@ -144,6 +160,9 @@ class Share:
         self.text = Encoded(Path(job["folder"]) / "text", {})
         self.vocabulary = Vocabulary.load(Path(job["folder"]) / "vocab.txt")
         self.sentences = job["sentences"]
+        limit = int(job["mode"].partition(":")[2] or 0)
+        if limit:
+            self.sentences = min(self.sentences, int(np.searchsorted(self.text.starts, limit)))
         self._count = int(np.searchsorted(self.text.bounds(), self.sentences, "right") - 1) // job["workers"]
 
     def batches(self, rank: int, workers: int) -> Any:
@@ -155,17 +174,15 @@ class Share:
 
 def work(job: dict[str, Any]) -> None:
     share: Any = Share(job)
-    options = {"rank": job["rank"], "token": TOKEN}
-    remote = [connect(job["server"], table=name, **options) for name in NAMES]
-    stores = [mode_of(job["mode"], store, job["workers"], job["weight"]) for store in remote]
-    loop = new_loop(share, stores, shared=True, seed=0)
+    stores, remote = open_mode(job["mode"], job)
+    loop = new_loop(share, stores, shared=True, seed=job["seed"])
     print("ready", flush=True)
     sys.stdin.readline()
     start = time.perf_counter()
-    train_ours(share, loop, 1, rank=job["rank"], workers=job["workers"])
+    words = train_ours(share, loop, job["epochs"], rank=job["rank"], workers=job["workers"])
     for store in stores:
         store.close()
-    print(time.perf_counter() - start, flush=True)
+    print(time.perf_counter() - start, words, flush=True)
     sys.stdin.readline()
     for each in remote:
         each.close()
@@ -178,9 +195,13 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=0, help="of the corpus; 0: all")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--mbit", type=int, default=100)
-    parser.add_argument("--every", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--modes", nargs="+", default=["sync", "async", "geo8"], help="sync, async, geoEVERY")
+    parser.add_argument("--every", type=int, nargs="+", default=[1, 8, 26, 128])
+    parser.add_argument("--modes", nargs="+", default=["sync", "async", "geo26"], help="sync, async, geoEVERY")
     parser.add_argument("--weight", type=float, default=0.0, help="of a difference; 0: 1 / workers")
+    parser.add_argument("--pace", type=float, default=0.0, help="instead of a weight: a weight for each row")
+    parser.add_argument("--wire", default="fp32", choices=list(ROWS), help="of Geo")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--similarity", default="")
     parser.add_argument("--job", default="{}", help="of a worker, as JSON")
     args = parser.parse_args()

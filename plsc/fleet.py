@@ -97,9 +97,16 @@ class Fleet:
     def replicate(self, module: nn.Module, *, sync_bn: bool | None = None) -> nn.Module:
         """Makes a module the same on all ranks and keeps it so, as the strategy says; returns it.
 
-        Applies the strategy's sync_bn (or the argument) and recompute. Collective.
+        Applies the strategy's sync_bn (or the argument) and recompute. Collective. Once for each parameter: modules
+        that share weights go together, as nn.ModuleList([one, other]).
         """
         module = module.to(self.device)
+        for name, param in module.named_parameters():
+            if id(param) in self._kept:
+                raise ValueError(
+                    f"replicate: got a module whose parameter {name!r} is replicated already; call it once, with a "
+                    "module that holds all that share weights, such as nn.ModuleList([one, other])"
+                )
         if self.strategy.sync_bn if sync_bn is None else sync_bn:
             module = convert_sync_bn(module, self.comm)
         # sync_bn in a recomputed block communicates in the backward again: in the same order on all ranks
@@ -237,10 +244,14 @@ class Fleet:
             self.scaler.load_state_dict(state["scaler"])
         if isinstance(self._route, Auto) and state.get("topology"):
             self._route.load_state_dict(state["topology"])
-        for reducer, saved in zip(self.reducers, state["reducers"], strict=True):
-            reducer.load_state_dict(saved)
-        for local, saved in zip(self.locals, state.get("locals", []), strict=True):
-            local.load_state_dict(saved)
+        parts, saved = [*self.reducers, *self.locals], [*state["reducers"], *state.get("locals", [])]
+        if len(parts) != len(saved):
+            raise ValueError(
+                f"fleet: the checkpoint was made with {len(saved)} replicated modules, this run has {len(parts)}; "
+                "replicate the same ones in the same order before loading"
+            )
+        for part, one in zip(parts, saved, strict=True):
+            part.load_state_dict(one)
 
     # ---- inside
 

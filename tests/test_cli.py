@@ -119,7 +119,8 @@ data.on-bad-image data.per-class data.flip data.crop data.augment data.fonts dat
 data.num-samples data.labels
 model.backbone model.embedding-size model.weights
 head.margin head.margin-args head.sample-rate head.sub-centers head.filter-threshold head.fused
-head.weight-dtype head.state-dtype head.unsampled head.store head.cache-mb head.cache-dtype head.extend-classes
+head.weight-dtype head.state-dtype head.unsampled head.store head.cache-mb head.cache-dtype head.product-dtype
+head.extend-classes
 optim.name optim.lr optim.momentum optim.nesterov optim.weight-decay optim.betas optim.schedule
 optim.warmup-epochs optim.power optim.milestones optim.gamma optim.final
 strategy.amp strategy.reduce-dtype strategy.reduce-accumulate strategy.bucket-mb strategy.lanes

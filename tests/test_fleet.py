@@ -202,6 +202,41 @@ def test_a_parameter_nobody_syncs_is_refused() -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.parametrize("options", [{}, {"compress": "dgc"}, {"local_sgd": 2}], ids=str)
+def test_a_parameter_is_replicated_once(options: dict) -> None:
+    def rank(comm: Communicator) -> None:
+        one, two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        two.weight = one.weight
+        fleet = plsc.Fleet(plsc.Strategy(**options), comm)
+        fleet.replicate(one)
+        for again in (one, two, torch.nn.Sequential(torch.nn.Linear(4, 4), one)):
+            with pytest.raises(ValueError, match=r"parameter '(1\.)?weight' is replicated already; .* nn.ModuleList"):
+                fleet.replicate(again)
+        fleet = plsc.Fleet(plsc.Strategy(**options), comm)  # the one before is gone
+        fleet.replicate(torch.nn.ModuleList([one, two]))
+        optimizer = torch.optim.SGD([*one.parameters(), two.bias], 1.0)
+        before = one.weight.detach().clone()
+        fleet.step((one(torch.ones(1, 4)) + two(torch.ones(1, 4))).sum() * (comm.rank + 1), optimizer)
+        fleet.meet(optimizer)
+        torch.testing.assert_close(one.weight.detach(), before - 3.0)
+
+    run_ranks(2, rank)
+
+
+def test_a_checkpoint_of_other_modules_says_so() -> None:
+    def fleet(modules: int, options: dict) -> plsc.Fleet:
+        made = plsc.Fleet(plsc.Strategy(**options), LocalCommunicator("cpu"))
+        for _ in range(modules):
+            made.replicate(torch.nn.Linear(2, 2))
+        return made
+
+    for options in ({}, {"local_sgd": 2}):
+        for saved, loaded in ((1, 2), (2, 1)):
+            one, other = fleet(saved, options), fleet(loaded, options)
+            with pytest.raises(ValueError, match=f"made with {saved} replicated modules, this run has {loaded}"):
+                other.load_state_dict(one.state_dict())
+
+
 def test_sync_bn_makes_batch_norm_independent_of_the_number_of_ranks() -> None:
     def run(comm: Communicator) -> Tensor:
         fleet = plsc.Fleet(plsc.Strategy(sync_bn=True), comm)

@@ -1,5 +1,6 @@
 """Strategy through Fleet and Trainer: each technique by a word, with the class-parallel head, through restarts."""
 
+import math
 import dataclasses
 import importlib.util
 import itertools
@@ -252,6 +253,8 @@ def test_processes_do_what_threads_do(tmp_path: Path, alone: tuple) -> None:
         ({"local_sgd": -1}, "local_sgd -1"),
         ({"lanes": 0}, "lanes=0"),
         ({"topology": "star"}, "topology: got 'star'"),
+        ({"topology": "hierarchical:0"}, "topology: got 'hierarchical:0'"),
+        ({"topology": "grid:2x0"}, "topology: got 'grid:2x0'"),
         ({"reduce_accumulate": "bf16"}, "reduce_accumulate: got 'bf16'"),
         ({"compress_args": {"density": 0.1}}, "got compress_args .* but compress is 'none'"),
         ({"local_sgd_args": {"begin": 1}}, "got local_sgd_args .* but local_sgd is 0"),
@@ -259,6 +262,8 @@ def test_processes_do_what_threads_do(tmp_path: Path, alone: tuple) -> None:
         ({"compress": "dgc", "compress_args": {"density": "much"}}, "density is 'much', expected float"),
         ({"compress": "dgc", "compress_args": {"density": 2.0}}, "dgc: got density 2.0"),
         ({"local_sgd": 8, "local_sgd_args": {"begin": True}}, "begin is True, expected int"),
+        ({"local_sgd": 8, "local_sgd_args": {"every": 5}}, "got every in local_sgd_args .*; give it as local_sgd"),
+        ({"local_sgd": 8, "local_sgd_args": {"outer_lr": math.inf}}, "outer_lr inf, .* expected .* outer_lr a number > 0"),
     ],
 )
 def test_strategy_says_why_it_refuses(options: dict[str, Any], words: str) -> None:

@@ -265,7 +265,9 @@ def quiet_steps(run: Run) -> None:
         return
     fused: dict[str, Any] = {"head_optimizer": plsc.SGD(0.1, momentum=0.9)}
     sampled = {**fused, "sample_rate": 0.1}
+    halves = {**fused, "weight_dtype": "split"}  # whose products are bf16
     cases = {"fused": (fused, 0), "separate": ({}, 0), "adaface": ({**fused, "margin": plsc.AdaFace()}, 0)}
+    cases["split"] = halves, 0
     for name, (options, allowed) in {**cases, "sampled 0.1": (sampled, 1)}.items():
         head = plsc.ClassParallelHead(64, 5000, comm=LocalCommunicator(), **options).to(run.device)
         x = torch.randn(32, 64, device=run.device, requires_grad=True)
@@ -352,8 +354,10 @@ def head_step(run: Run) -> None:
     args = module.parse(["--device", run.device.type, *(["--quick"] if run.small else ["--rounds", "3"])])
     torch.backends.cuda.matmul.allow_tf32 = True
     for form, allowed in (("fp32", 1e-2 if run.device.type == "cuda" else 1e-5), ("split", 2e-2)):
-        error = module.check(run.device, form=form)
-        run.add(f"step of the {form} weight", f"error {error:.1e}", ok=error < allowed, wanted=f"< {allowed:g}")
+        for what in ("kernels", "head"):
+            error = module.check(run.device, what=what, form=form)
+            name = f"step of the {form} weight, {what}"
+            run.add(name, f"error {error:.1e}", ok=error < allowed, wanted=f"< {allowed:g}")
     for row in module.compare(args, run.device):
         judged = not run.small and row.judged and (row.classes, row.batch) == (1_000_000, 1024)
         value = f"{row.milliseconds:.2f} ms, {row.ratio:.2f} of the products, {row.gigabytes:.1f} GB; {row.note}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DEFAULT_PORT = "29500"
+MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 PORTS = (20_000, 40_000)  # a Slurm step without MASTER_PORT takes one of these, by its job's number
 
 
@@ -26,28 +27,30 @@ class Launch:
         """What the environment says, by the first of these that names a rank; None if none does.
 
         RANK and WORLD_SIZE with MASTER_ADDR and MASTER_PORT: torchrun, Kubeflow's PyTorchJob, Ray Train, your own.
+        Open MPI's with MASTER_ADDR: mpirun may have been started by srun, once a host.
         A step of Slurm's srun: its first host is where ranks meet, where MASTER_ADDR does not say otherwise.
-        With MASTER_ADDR: Slurm's variables outside of a step, Open MPI's, and JOB_COMPLETION_INDEX (a Kubernetes Job
-        of completion mode Indexed) with WORLD_SIZE. MASTER_PORT is then 29500 unless it is set. ValueError where it
-        speaks of several ranks and leaves out what they need: each would be a world of its own.
+        With MASTER_ADDR: Slurm's variables outside of a step, and JOB_COMPLETION_INDEX (a Kubernetes Job of completion
+        mode Indexed) with WORLD_SIZE. MASTER_PORT is then 29500 unless it is set. Empty variables count as absent.
+        ValueError where it speaks of several ranks and leaves out what they need (each would be a world of its own),
+        and where WORLD_SIZE is another number than the launcher's.
         """
-        env = os.environ
+        env = {name: value for name, value in os.environ.items() if value.strip()}
         if "RANK" in env:
             return _of(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", needs=("MASTER_ADDR", "MASTER_PORT"))
-        if "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        if "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1" and MPI[0] not in env:
             return _of_slurm_step(env)
         for rank, size, local in (
+            MPI,
             ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
             ("JOB_COMPLETION_INDEX", "WORLD_SIZE", ""),
         ):
             several = env.get(size, "1") != "1" and not rank.startswith("SLURM")  # Slurm's batch script is one process
             if rank in env and (several or "MASTER_ADDR" in env):
                 return _of(env, rank, size, local)
-        if env.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in env:
+        if env.get("WORLD_SIZE", "1") != "1":
             raise ValueError(
-                f"the environment sets WORLD_SIZE={env['WORLD_SIZE']} and MASTER_ADDR but no rank; set RANK for each, "
-                "or start the ranks with torchrun, srun, or a Kubernetes Job of completionMode Indexed"
+                f"the environment sets WORLD_SIZE={env['WORLD_SIZE']} but no rank; set RANK for each, or start the ranks "
+                "with torchrun, srun, or a Kubernetes Job of completionMode Indexed; for one process unset WORLD_SIZE"
             )
         return None
 
@@ -82,6 +85,11 @@ def _made(env: Mapping[str, str], rank: str, size: str, local: str, address: str
         raise ValueError(
             f"the environment sets {said}, and ranks meet at port {port}; expected 0 <= {rank} < {size} and a port "
             "between 1 and 65535"
+        )
+    if env.get("WORLD_SIZE", "1") not in ("1", read[size]):
+        raise ValueError(
+            f"the environment sets {size}={read[size]} and WORLD_SIZE={env['WORLD_SIZE']}, expected the same number; "
+            "unset WORLD_SIZE, which the launcher has not set"
         )
     return Launch(numbers[rank], numbers[size], numbers.get(local), address, port)
 

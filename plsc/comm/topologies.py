@@ -346,7 +346,7 @@ def find_hosts(comm: Communicator, hosts: Hosts = None) -> list[list[int]]:
 def check_topology(name: str) -> None:
     """Raises ValueError unless `route` knows the name; says nothing about the ranks it is for."""
     kind, _, detail = name.partition(":")
-    pattern = {"hierarchical": r"\d+", "grid": r"\d+x\d+"}.get(kind, r"[A-Za-z_]\w*")
+    pattern = {"hierarchical": r"[1-9]\d*", "grid": r"[1-9]\d*x[1-9]\d*"}.get(kind, r"[A-Za-z_]\w*")
     own = kind not in TOPOLOGIES and re.fullmatch(r"[\w.]+", kind)
     if name not in TOPOLOGIES and not ((own or kind in ("hierarchical", "grid")) and re.fullmatch(pattern, detail)):
         raise ValueError(

@@ -14,6 +14,7 @@ from plsc.nn.margins import (
     NormFace,
     SphereFace,
 )
+from plsc.nn.stored import StoredHead
 
 __all__ = [
     "MARGINS",
@@ -28,4 +29,5 @@ __all__ = [
     "Margin",
     "NormFace",
     "SphereFace",
+    "StoredHead",
 ]

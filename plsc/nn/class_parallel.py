@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from plsc.comm import Communicator, Shard, mark, world
-from plsc.ops import host
-from plsc.ops.formats import WEIGHT_DTYPES, Rounding, is_wide, join, split
+from plsc.ops import host, native
+from plsc.ops.checks import checked, whole
+from plsc.ops.formats import PRODUCT_DTYPES, WEIGHT_DTYPES, Rounding, is_wide, join, split
 from plsc.ops.lag import LIMIT as LAG_LIMIT
 from plsc.ops.lag import Lag
 from plsc.ops.optim import RowOptimizer
 from plsc.ops.packing import gather_batch
+from plsc.ops.problem import Workspace
 from plsc.ops.sampling import BLOCK, mix
-from plsc.ops.sweep import Workspace
 
 IGNORE = -1  # label of a sample that takes no part in the loss
 _WORK_BYTES = 8 << 20  # aim for the buffers of one block on a CPU
-_GPU_WORK_BYTES = 32 << 20
+_GPU_WORK_BYTES = 256 << 20  # a block is some twenty launches of 5 us and more: it should be work for longer
 _SALT = 0x6A09E667  # else seed 0 repeats what torch.manual_seed(0) draws for a user's own tensors
 Self = TypeVar("Self", bound="ClassParallelModule")
 
@@ -48,25 +49,30 @@ class ClassParallelModule(nn.Module):
         block: int | None = None,
         cache_mb: float = 256.0,
         cache_dtype: str = "fp32",
+        product_dtype: str = "auto",
     ) -> None:
         super().__init__()
-        counts = {"embedding_size": embedding_size, "num_classes": num_classes, "sub_centers": sub_centers}
-        for name, count in counts.items():
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"{name} is {count!r}, expected a whole number, at least 1")
+        embedding_size = whole("embedding_size", embedding_size, 1)
+        num_classes, sub_centers = whole("num_classes", num_classes, 1), whole("sub_centers", sub_centers, 1)
+        seed = whole("seed", seed, -(2**63), 2**63 - 1)
+        std = checked("std", std, 0.0, math.inf)
+        sample_rate = checked("sample_rate", sample_rate, 0.0, 1.0, hint="; 1 is the exact softmax")
+        block = None if block is None else whole("block", block, 1, hint="; None chooses it")
+        cache_mb = checked("cache_mb", cache_mb, 0.0, math.inf, hint=" MiB")
+        if comm is not None and not isinstance(comm, Communicator):
+            raise ValueError(
+                f"comm is a {type(comm).__name__}, expected a Communicator such as fleet.comm, or None for all ranks; "
+                "plsc.comm.connect(NAME) makes one"
+            )
         if head_optimizer is not None and not isinstance(head_optimizer, RowOptimizer):
             raise ValueError(
                 f"head_optimizer is a {type(head_optimizer).__name__}, expected plsc.SGD, plsc.AdamW or plsc.LARS, "
                 "which step rows inside the backward pass; a torch optimizer is given head.parameters() as usual"
             )
-        if not 0.0 <= sample_rate <= 1.0:
-            raise ValueError(f"sample_rate is {sample_rate}, expected a share in [0, 1]; 1 is the exact softmax")
-        if block is not None and block < 1:
-            raise ValueError(f"block is {block}, expected at least 1 class, or None to choose it")
-        if not cache_mb >= 0.0:
-            raise ValueError(f"cache_mb is {cache_mb}, expected at least 0 MiB")
         if cache_dtype not in ("fp32", "bf16"):
             raise ValueError(f"cache_dtype is {cache_dtype!r}, expected fp32 or bf16")
+        if product_dtype not in PRODUCT_DTYPES:
+            raise ValueError(f"product_dtype is {product_dtype!r}, expected one of {', '.join(PRODUCT_DTYPES)}")
         if weight_dtype not in WEIGHT_DTYPES:
             raise ValueError(f"weight_dtype is {weight_dtype!r}, expected one of {', '.join(WEIGHT_DTYPES)}")
         if weight_dtype != "fp32" and head_optimizer is None:
@@ -79,7 +85,7 @@ class ClassParallelModule(nn.Module):
         self.shard = Shard.of(num_classes, self.comm)
         self.sample_rate, self.head_optimizer, self.seed = sample_rate, head_optimizer, seed
         self.block, self.cache_mb, self.cache_dtype = block, cache_mb, cache_dtype
-        self.weight_dtype = weight_dtype
+        self.weight_dtype, self.product_dtype = weight_dtype, product_dtype
         self.workspace = Workspace()
         self._batch_size: int | None = None  # of the last forward: equal on all ranks
         self._make_weight((sub_centers, embedding_size), std)
@@ -140,6 +146,13 @@ class ClassParallelModule(nn.Module):
     def dtype(self) -> torch.dtype:
         """What losses are computed in, whatever the weight is kept in."""
         return self.weight.dtype if is_wide(self.weight) else torch.float32
+
+    @property
+    def half_products(self) -> bool:
+        """Whether products are made of operands in bfloat16, where the weight is now."""
+        if self.product_dtype == "auto":
+            return self.weight_dtype != "fp32" and native.multiplies_halves(self.weight.device)
+        return self.product_dtype == "bf16"
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of this rank's weight as floats: [n, (K,) D], as exact as they are kept; no gradient."""
@@ -218,8 +231,8 @@ class ClassParallelModule(nn.Module):
             mark(value, self.shard)
 
     def _apply(self: Self, fn: Any, recurse: bool = True) -> Self:
-        kept = [self.weight, *self.row_state().values()]
-        if any(t.dtype == torch.bfloat16 and fn(torch.empty(0, dtype=t.dtype)).dtype != t.dtype for t in kept):
+        kinds = {tensor.dtype for tensor in (self.weight, *self.row_state().values())}
+        if torch.bfloat16 in kinds and any(fn(torch.empty(0, dtype=kind)).dtype != kind for kind in kinds):
             raise ValueError(
                 "a head whose weight or state is kept in bfloat16 cannot change its dtype; move it with .to(device), "
                 "and choose what it is kept in by weight_dtype and state_dtype"
@@ -232,6 +245,25 @@ class ClassParallelModule(nn.Module):
             self.lag.products = self.lag.products.to(self.lag.touched.device)
         self._mark()
         return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:  # of the arguments that torch gives, the last are error_msgs
+        """Loads into rows that have missed no step, and no numbers that are kept otherwise."""
+        self.catch_up()
+        kept = [*self.named_parameters(recurse=False), *((f"row_{name}", t) for name, t in self.row_state().items())]
+        other = [
+            f"{prefix}{name}: the state_dict has {saved.dtype}, the head {live.dtype}; make the head with the "
+            "weight_dtype and state_dtype that were saved"
+            for name, live in kept
+            if isinstance(saved := state_dict.get(prefix + name), Tensor)
+            and saved.dtype != live.dtype
+            and not (is_wide(saved) and is_wide(live))
+        ]
+        args[-1].extend(other)
+        if not other:
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            self._mark()
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         twin = type(self).__new__(type(self))
@@ -274,9 +306,10 @@ def init_blocks(shard: Shard, shape: tuple[int, int], *, std: float, seed: int) 
 
 
 def block_rows(num_samples: int, row_size: int, *, device: str = "cpu") -> int:
-    """Classes of one pass so that its buffers stay near 8 MiB (32 on a GPU): a power of two in [256, 16384]."""
-    rows = (_WORK_BYTES if device == "cpu" else _GPU_WORK_BYTES) // (4 * (num_samples + 2 * row_size))
-    return min(max(1 << max(rows, 1).bit_length() - 1, 256), 16384)
+    """Classes of one pass: a power of two whose buffers stay near 8 MiB (GPU: 256), from 256 to 16384 (GPU: 65536)."""
+    budget, most = (_WORK_BYTES, 16384) if device == "cpu" else (_GPU_WORK_BYTES, 65536)
+    rows = budget // (4 * (num_samples + 2 * row_size))
+    return min(max(1 << max(rows, 1).bit_length() - 1, 256), most)
 
 
 def check_weight(weight: Tensor, weight_dtype: str) -> None:
@@ -291,18 +324,28 @@ def check_weight(weight: Tensor, weight_dtype: str) -> None:
 
 def check_batch(embeddings: Tensor, labels: Tensor, weight: Tensor) -> None:
     """Shapes and dtypes of this rank's part."""
-    embedding_size = weight.shape[-1]
-    for name, value in (("embeddings", embeddings), ("labels", labels)):
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} is a {type(value).__name__}, expected a tensor")
-    if embeddings.dim() != 2 or embeddings.shape[1] != embedding_size:
-        raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}, expected [batch, {embedding_size}]")
-    if not embeddings.is_floating_point():
-        raise ValueError(f"embeddings are {embeddings.dtype}, expected floats")
+    check_embeddings(embeddings, weight.shape[-1])
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"labels is a {type(labels).__name__}, expected a tensor")
     if labels.dtype != torch.int64:
         raise ValueError(f"labels are {labels.dtype}, expected torch.int64 class ids; convert them with .long()")
     if labels.shape != (len(embeddings),):
         raise ValueError(f"labels have shape {tuple(labels.shape)}, expected [{len(embeddings)}] as the embeddings")
+
+
+def check_embeddings(embeddings: Tensor, embedding_size: int) -> None:
+    if not isinstance(embeddings, Tensor):
+        raise ValueError(f"embeddings is a {type(embeddings).__name__}, expected a tensor")
+    if embeddings.dim() != 2 or embeddings.shape[1] != embedding_size:
+        raise ValueError(f"embeddings have shape {tuple(embeddings.shape)}, expected [batch, {embedding_size}]")
+    if not embeddings.is_floating_point():
+        raise ValueError(f"embeddings are {embeddings.dtype}, expected floats")
+
+
+def check_queries(embeddings: Tensor, k: int, module: ClassParallelModule) -> None:
+    """What a search for the k nearest classes is given."""
+    check_embeddings(embeddings, module.embedding_size)
+    whole("k", k, 1, module.num_classes, hint=" = num_classes")
 
 
 def check_labels(labels: Tensor, num_classes: int, comm: Communicator) -> None:

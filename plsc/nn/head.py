@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from plsc.comm import Communicator
-from plsc.nn.class_parallel import IGNORE, ClassParallelModule, check_batch, check_labels, check_weight, sample_factors
+from plsc.nn.class_parallel import (
+    IGNORE,
+    ClassParallelModule,
+    check_batch,
+    check_labels,
+    check_queries,
+    check_weight,
+    sample_factors,
+)
 from plsc.nn.margins import ArcFace, Margin
+from plsc.nn.row_store import RowStore
+from plsc.ops.checks import checked
 from plsc.ops.cross_entropy import sharded_cross_entropy
 from plsc.ops.formats import is_wide
 from plsc.ops.kernels import sample_classes
 from plsc.ops.optim import RowOptimizer
-from plsc.ops.sweep import Problem, Scoring
+from plsc.ops.problem import Problem, Scoring
 from plsc.ops.topk import class_topk, split_topk
-
-if TYPE_CHECKING:
-    from plsc.nn.stored import RowStore
 
 TOPK_ROWS = 4096  # of a weight in fewer bits that are turned into floats at once
 
@@ -48,14 +55,15 @@ class ClassParallelHead(ClassParallelModule):
         block: classes of one pass, by default from a memory budget.
         cache_mb: exponentials kept for the backward at most (MiB); the rest is computed anew.
         cache_dtype: "fp32" | "bf16": twice as many of them, and gradients of the weight to three digits.
+        product_dtype: what matrix products are made of, "fp32" | "bf16" (embeddings, weight and exponentials are
+            rounded, logits and sums are not) | "auto": bf16 for a weight in "split" or "bf16" on a GPU of compute
+            capability 8.0 or newer, else fp32.
     """
 
-    def __new__(cls, *args: Any, weight: RowStore | None = None, **options: Any) -> ClassParallelHead:
-        if weight is not None and cls is ClassParallelHead:
-            from plsc.nn.stored import StoredHead  # which is one of these
+    over_store: ClassVar[type[ClassParallelHead]]  # which one of these is made for weight=; plsc.nn.stored says it
 
-            return super().__new__(StoredHead)
-        return super().__new__(cls)
+    def __new__(cls, *args: Any, weight: RowStore | None = None, **options: Any) -> ClassParallelHead:
+        return super().__new__(cls.over_store if weight is not None and cls is ClassParallelHead else cls)
 
     def __init__(
         self,
@@ -74,6 +82,7 @@ class ClassParallelHead(ClassParallelModule):
         block: int | None = None,
         cache_mb: float = 256.0,
         cache_dtype: str = "fp32",
+        product_dtype: str = "auto",
     ) -> None:
         if weight is not None:
             self._check_options(head_optimizer, weight_dtype, sample_rate)
@@ -89,9 +98,10 @@ class ClassParallelHead(ClassParallelModule):
             block=block,
             cache_mb=cache_mb,
             cache_dtype=cache_dtype,
+            product_dtype=product_dtype,
         )
-        if filter_threshold is not None and not -1.0 < filter_threshold <= 1.0:
-            raise ValueError(f"filter_threshold is {filter_threshold}, expected a cosine in (-1, 1]")
+        if filter_threshold is not None:
+            filter_threshold = checked("filter_threshold", filter_threshold, -1.0, 1.0, open_low=True)
         if margin is not None and not isinstance(margin, Margin):
             raise ValueError(f"margin is {margin!r}, expected a plsc.Margin such as plsc.ArcFace()")
         self.margin = ArcFace() if margin is None else margin
@@ -118,7 +128,8 @@ class ClassParallelHead(ClassParallelModule):
         margin, dtype = self.margin, self.dtype
         training = self.training and torch.is_grad_enabled()
         unit, norms = normalize(embeddings.to(dtype))
-        wire = unit.to(embeddings.dtype) if embeddings.dtype in (torch.float16, torch.bfloat16) else unit
+        half, kind = self.half_products, embeddings.dtype
+        wire = unit.to(torch.bfloat16 if half else kind) if half or kind in (torch.float16, torch.bfloat16) else unit
         x, y, all_norms = self._gather(wire, labels, norms)  # [N, D], [N], [N]
         check_labels(y, self.num_classes, self.comm)
         rows, place = None, self._place(y)
@@ -148,6 +159,7 @@ class ClassParallelHead(ClassParallelModule):
             block=self._block_for(len(x)),
             cache_bytes=int(self.cache_mb * 2**20),
             cache_half=self.cache_dtype == "bf16",
+            half=half,
             optimizer=self.head_optimizer,
             state=self.row_state(),
             rounding=rounding,
@@ -180,12 +192,11 @@ class ClassParallelHead(ClassParallelModule):
     @torch.no_grad()
     def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k nearest classes: cosines [B, k] and global class ids [B, k]; all ranks call it with the same B."""
+        check_queries(embeddings, k, self)
         self.catch_up()
         unit, _ = normalize(embeddings.to(self.dtype))
         if is_wide(self.weight):
             return class_topk(unit, self.weight, k, comm=self.comm, shard=self.shard)
-        if not 1 <= k <= self.num_classes:
-            raise ValueError(f"k is {k}, expected 1 to num_classes = {self.num_classes}")
         starts = range(0, self.shard.size, TOPK_ROWS)
         blocks = (F.normalize(self.rows(at, at + TOPK_ROWS), dim=-1) for at in starts)
         return split_topk(unit, blocks, k, comm=self.comm, shard=self.shard)
@@ -193,5 +204,9 @@ class ClassParallelHead(ClassParallelModule):
 
 def normalize(embeddings: Tensor) -> tuple[Tensor, Tensor]:
     """Unit rows [B, D] and their former lengths [B]; a zero row stays zero and gets no gradient."""
-    norms = torch.linalg.vector_norm(embeddings, dim=1)
-    return embeddings / torch.where(norms > 0, norms, torch.inf)[:, None], norms
+    peak = embeddings.detach().abs().amax(1)
+    usual = (peak > 1e-15) & (peak < 1e15)  # squares of others vanish or overflow
+    shrink = torch.where(usual, 1.0, 1 / peak.clamp_min(torch.finfo(peak.dtype).tiny))
+    scaled = embeddings * shrink[:, None]
+    norms = torch.linalg.vector_norm(scaled, dim=1)
+    return scaled / torch.where(norms > 0, norms, torch.inf)[:, None], norms / shrink

@@ -6,9 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from plsc.comm import Communicator, mark
-from plsc.nn.class_parallel import ClassParallelModule, check_batch, check_labels, check_weight, sample_factors
+from plsc.nn.class_parallel import (
+    ClassParallelModule,
+    check_batch,
+    check_labels,
+    check_queries,
+    check_weight,
+    sample_factors,
+)
+from plsc.ops.checks import whole
 from plsc.ops.cross_entropy import sharded_cross_entropy
-from plsc.ops.sweep import Problem, Scoring
+from plsc.ops.problem import Problem, Scoring
 from plsc.ops.topk import class_topk
 
 
@@ -35,7 +43,7 @@ class ClassParallelLinear(ClassParallelModule):
         block: int | None = None,
         cache_mb: float = 256.0,
     ) -> None:
-        std = max(embedding_size, 1) ** -0.5 if std is None else std
+        std = whole("embedding_size", embedding_size, 1) ** -0.5 if std is None else std
         super().__init__(embedding_size, num_classes, comm=comm, std=std, seed=seed, block=block, cache_mb=cache_mb)
         self.register_parameter("bias", nn.Parameter(torch.zeros(self.shard.size)) if bias else None)
         self.bias: nn.Parameter | None
@@ -68,6 +76,7 @@ class ClassParallelLinear(ClassParallelModule):
     @torch.no_grad()
     def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k most likely classes: logits [B, k] and global class ids [B, k]; all ranks call it with the same B."""
+        check_queries(embeddings, k, self)
         x = embeddings.to(self.weight.dtype)
         return class_topk(x, self.weight, k, comm=self.comm, shard=self.shard, bias=self.bias, normalize=False)
 

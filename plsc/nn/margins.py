@@ -20,6 +20,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from plsc.ops.checks import checked
+
 __all__ = [
     "MARGINS",
     "AdaFace",
@@ -46,7 +48,7 @@ class Margin(nn.Module):
 
     def __init__(self, scale: float = 64.0) -> None:
         super().__init__()
-        self.scale = _checked("scale", scale, 0.0, math.inf, open_low=True)
+        self.scale = checked("scale", scale, 0.0, math.inf, open_low=True)
 
     def target(self, cos: Tensor) -> Tensor:  # [K] -> [K]
         """The cosines with the own class, modified and not scaled; autograd differentiates it."""
@@ -109,7 +111,7 @@ class ArcFace(Margin):
 
     def __init__(self, scale: float = 64.0, margin: float = 0.5, *, gradient: str = "true") -> None:
         super().__init__(scale)
-        self.margin = _checked("margin", margin, 0.0, math.pi / 2)
+        self.margin = checked("margin", margin, 0.0, math.pi / 2)
         self.gradient = _checked_gradient(gradient)
 
     def target(self, cos: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ class CosFace(Margin):
 
     def __init__(self, scale: float = 64.0, margin: float = 0.35) -> None:
         super().__init__(scale)
-        self.margin = _checked("margin", margin, 0.0, math.inf)
+        self.margin = checked("margin", margin, 0.0, math.inf)
 
     def target(self, cos: Tensor) -> Tensor:
         return _wide(cos) - self.margin
@@ -183,9 +185,9 @@ class CombinedMargin(Margin):
         gradient: str = "true",
     ) -> None:
         super().__init__(scale)
-        self.m1 = _checked("m1", m1, 0.0, 16.0, open_low=True)
-        self.m2 = _checked("m2", m2, 0.0, math.pi / 2)
-        self.m3 = _checked("m3", m3, 0.0, math.inf)
+        self.m1 = checked("m1", m1, 0.0, 16.0, open_low=True)
+        self.m2 = checked("m2", m2, 0.0, math.pi / 2)
+        self.m3 = checked("m3", m3, 0.0, math.inf)
         self.fallback = fallback
         self.gradient = _checked_gradient(gradient)
 
@@ -219,9 +221,9 @@ class AdaFace(Margin):
 
     def __init__(self, scale: float = 64.0, margin: float = 0.4, *, h: float = 0.333, t_alpha: float = 0.01) -> None:
         super().__init__(scale)
-        self.margin = _checked("margin", margin, 0.0, math.pi / 2)
-        self.h = _checked("h", h, 0.0, math.inf)
-        self.t_alpha = _checked("t_alpha", t_alpha, 0.0, 1.0)
+        self.margin = checked("margin", margin, 0.0, math.pi / 2)
+        self.h = checked("h", h, 0.0, math.inf)
+        self.t_alpha = checked("t_alpha", t_alpha, 0.0, 1.0)
         self.register_buffer("batch_mean", torch.tensor(20.0))
         self.register_buffer("batch_std", torch.tensor(100.0))
 
@@ -255,8 +257,8 @@ class CurricularFace(Margin):
 
     def __init__(self, scale: float = 64.0, margin: float = 0.5, *, alpha: float = 0.01) -> None:
         super().__init__(scale)
-        self.margin = _checked("margin", margin, 0.0, math.pi / 2)
-        self.alpha = _checked("alpha", alpha, 0.0, 1.0)
+        self.margin = checked("margin", margin, 0.0, math.pi / 2)
+        self.alpha = checked("alpha", alpha, 0.0, 1.0)
         self.register_buffer("t", torch.tensor(0.0))
 
     @property
@@ -298,11 +300,11 @@ class MagFace(Margin):
         weight: float = 35.0,
     ) -> None:
         super().__init__(scale)
-        self.lower_norm = _checked("lower_norm", lower_norm, 0.0, math.inf, open_low=True)
-        self.upper_norm = _checked("upper_norm", upper_norm, self.lower_norm, math.inf, open_low=True)
-        self.lower_margin = _checked("lower_margin", lower_margin, 0.0, math.pi / 2)
-        self.upper_margin = _checked("upper_margin", upper_margin, self.lower_margin, math.pi / 2)
-        self.weight = _checked("weight", weight, 0.0, math.inf)
+        self.lower_norm = checked("lower_norm", lower_norm, 0.0, math.inf, open_low=True)
+        self.upper_norm = checked("upper_norm", upper_norm, self.lower_norm, math.inf, open_low=True)
+        self.lower_margin = checked("lower_margin", lower_margin, 0.0, math.pi / 2)
+        self.upper_margin = checked("upper_margin", upper_margin, self.lower_margin, math.pi / 2)
+        self.weight = checked("weight", weight, 0.0, math.inf)
 
     def target(self, cos: Tensor, norms: Tensor) -> Tensor:  # type: ignore[override]  # needs_norms
         cos = _wide(cos)
@@ -377,15 +379,6 @@ def _straight_through(cos: Tensor, value: Tensor) -> Tensor:
 
 def _clipped_norms(norms: Tensor) -> Tensor:
     return _wide(norms.detach()).clamp(1e-3, 100.0)
-
-
-def _checked(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> float:
-    """`value` as a float if it is finite and in [low, high] (or (low, high] where open_low)."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not (low < value <= high if open_low else low <= value <= high):
-        bracket, end = "(" if open_low else "[", ")" if math.isinf(high) else "]"
-        raise ValueError(f"{name} is {value!r}, expected a finite number in {bracket}{low:g}, {high:g}{end}")
-    return float(value)
 
 
 def _checked_gradient(gradient: str) -> str:

@@ -13,18 +13,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plsc.nn.class_parallel import block_rows, init_blocks
+from plsc.nn.class_parallel import block_rows, check_queries, init_blocks
 from plsc.nn.head import TOPK_ROWS, ClassParallelHead, normalize
-from plsc.ops import native
+from plsc.nn.row_store import RowStore
 from plsc.ops.cross_entropy import sharded_cross_entropy
 from plsc.ops.optim import RowOptimizer, RowUpdate, collector
-from plsc.ops.sweep import Problem, Sweep
+from plsc.ops.problem import Problem
+from plsc.ops.sweep import Sweep
 from plsc.ops.topk import split_topk
 
 logger = logging.getLogger(__name__)
@@ -32,25 +33,6 @@ logger = logging.getLogger(__name__)
 STD = 0.01  # of the rows of a head in memory
 _TOLD = 512  # bytes of what a state_dict says of the store: always as many, for a checkpoint compares shapes
 _FILE = re.compile(r"classes-(\d{12})-(\d{12})-of-(\d{12})\.table")  # first class, the one after the last, all
-
-
-class RowStore(Protocol):
-    """What a head asks of a store; plsc.ps.Table has it, and all that stands in its place."""
-
-    lr: float
-
-    @property
-    def dim(self) -> int: ...
-
-    @property
-    def rule(self) -> Any: ...
-
-    @property
-    def last_save(self) -> str | None: ...
-
-    def pull(self, keys: Any, *, create: bool = True, out: Any = None) -> Any: ...
-
-    def push(self, keys: Any, grads: Any, *, shows: Any = None, clicks: Any = None) -> int: ...
 
 
 class StoreSteps(RowOptimizer):
@@ -226,8 +208,7 @@ class StoredHead(ClassParallelHead):
 
     @torch.no_grad()
     def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        if not 1 <= k <= self.num_classes:
-            raise ValueError(f"k is {k}, expected 1 to num_classes = {self.num_classes}")
+        check_queries(embeddings, k, self)
         unit, _ = normalize(embeddings.to(self.dtype))
         starts = range(0, self.shard.size, TOPK_ROWS)
         blocks = (F.normalize(self.rows(at, at + TOPK_ROWS), dim=-1).to(unit.device) for at in starts)
@@ -322,6 +303,9 @@ class StoredHead(ClassParallelHead):
         return f"{super().extra_repr()}, weight={self.store!r}"
 
 
+ClassParallelHead.over_store = StoredHead
+
+
 class _Pulled(torch.autograd.Function):
     """Rows of the sampled classes; their gradient goes to the store when backward reaches it, or to who collects."""
 
@@ -363,8 +347,4 @@ class _Streamed(Sweep):
 
     def _rows_between(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         numbers = torch.arange(start, stop, device=self.problem.x.device)
-        rows = self._head.pull(numbers, create=False)
-        inverse = None
-        if self.problem.scoring.normalize:
-            inverse = self.problem.workspace.get("inverse", rows, len(rows) * self.centers)
-        return native.read_rows(rows, slice(0, len(rows)), out=None, inverse=inverse), inverse
+        return self._operands(self._head.pull(numbers, create=False), slice(0, stop - start), stop - start)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from plsc.ops import host
-from plsc.ops.sweep import Problem, Sweep
+from plsc.ops.problem import Problem
+from plsc.ops.sweep import Sweep
 
 UPSTREAM = 2  # columns that travel with the embeddings' gradient to compare the ranks' upstream gradients
 
@@ -70,7 +71,11 @@ class _Loss(torch.autograd.Function):
             raise RuntimeError("backward through the head twice: call forward again, its buffers are freed after use")
         versions = (ctx.weight._version, None if sweep.bias is None else sweep.bias._version)
         if (need_x or need_weight) and versions != ctx.versions:
-            raise RuntimeError("the head's weight changed between its forward and its backward; call forward again")
+            raise RuntimeError(
+                "the head's weight changed between its forward and its backward; call forward again. With a "
+                "head_optimizer each backward pass steps it: where a loss calls the head twice, as mixup, give it all "
+                "samples in one call of head.losses, or collect the steps (plsc.ops.deferred_updates, merge_updates)"
+            )
         g_total, g_own = sweep.loss_gradient(factors)
         grad_x = grad_norms = grad_weight = grad_bias = work = None
         if need_x or need_norms:  # known before the second sweep: travels meanwhile

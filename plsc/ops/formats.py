@@ -18,6 +18,7 @@ from plsc.ops.sampling import mix, step_key
 
 WEIGHT_DTYPES = ("fp32", "split", "bf16")
 STATE_DTYPES = ("fp32", "bf16", "int8")
+PRODUCT_DTYPES = ("auto", "fp32", "bf16")
 WIDTHS = {"fp32": 4, "split": 4, "bf16": 2, "int8": 1}  # bytes a number
 _MASK = 0xFFFFFFFF
 

@@ -11,16 +11,26 @@ from plsc.ops import kernels
 from plsc.ops.launching import launcher_for
 
 
-def exponentials(dots: Tensor, inverse: Tensor, *, place: Tensor, start: int, shift: float, total: Tensor) -> bool:
-    """exp(dots * inverse - shift) * inverse, in place, and the sums of its exponentials added to `total`.
+def exponentials(
+    dots: Tensor,
+    inverse: Tensor,
+    *,
+    place: Tensor,
+    start: int,
+    shift: float,
+    total: Tensor,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+) -> bool:
+    """exp(scale * dots * inverse - shift) * inverse, and the sums of its exponentials added to `total`, in one pass.
 
-    dots: [N, n] scaled products with the rows [start, start + n); inverse: [n]; place: [N] own row of each sample or
-    -1; an own entry is left out: 0 in both. total: [N]. False if no kernel can do it, and nothing is done.
+    As plsc.ops.native.exponentials; False if no kernel can do it, and nothing is done.
     """
     if dots.dtype != torch.float32 or not dots.is_contiguous() or launcher_for(dots.device) is None:
         return False
-    shifts = total.new_full((len(dots),), shift)
-    total += kernels.exp_rows(dots, shifts, place, out=dots, start=start, inverse=inverse, weigh=True)
+    shifts, out = total.new_full((len(dots),), shift), dots if out is None else out
+    how: dict[str, Any] = {"start": start, "scale": scale, "inverse": inverse, "weigh": True}
+    total += kernels.exp_rows(dots, shifts, place, out=out, **how)
     return True
 
 

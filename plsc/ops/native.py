@@ -1,7 +1,8 @@
 """The passes over memory of a class-parallel head on CPUs: one C++ kernel each, and the same in torch operations.
 
 The twin in torch is the truth, runs on every device and dtype, and is what runs where the extension was not built or
-PLSC_KERNELS=0 says so. Kernels take contiguous CPU tensors whose numbers are float32, or bfloat16 in a weight.
+PLSC_KERNELS=0 says so. Kernels take contiguous CPU tensors whose numbers are float32, or bfloat16 in a weight. The
+matrix products between the passes stand here as well, by torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from plsc.ops.formats import is_wide
 Chosen = Tensor | slice  # of a weight's rows: [R] int64 numbers, or from start to stop
 _FORMATS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
 _SPLIT = 3
+_MIXED = ("cuda", "meta")  # devices that multiply bfloat16 into float32
 
 
 def _load() -> ModuleType | None:
@@ -54,18 +56,36 @@ def weight_format(weight: Tensor, low: Tensor | None) -> int:
     return _FORMATS[weight.dtype] if low is None else _SPLIT
 
 
+def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """a @ b, summed in the dtype of `out`; operands in bfloat16 are not rounded again, and their products are exact.
+
+    On a GPU float32 from bfloat16 is what its tensor cores give; elsewhere the operands are widened first.
+    """
+    if a.dtype == out.dtype:
+        return torch.mm(a, b, out=out)
+    if out.dtype == torch.float32 and a.device.type in _MIXED:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def multiplies_halves(device: torch.device) -> bool:
+    """Whether products of bfloat16 are the fast ones: on a GPU of compute capability 8.0 or newer."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def read_rows(weight: Tensor, rows: Chosen, *, out: Tensor | None, inverse: Tensor | None) -> Tensor:
     """The chosen rows as they meet the products, and 1 / length of each vector (0 for a zero one) in `inverse`.
 
-    weight: [C, (K,) D]; out: [R, (K,) D] in the dtype that is computed in, or None for a view of rows that lie together
-    and need no conversion; inverse: [R * K], or None where it is not wanted.
+    weight: [C, (K,) D]; out: [R, (K,) D] in the dtype that products are made of, or None for a view of rows that lie
+    together and need no conversion; inverse: [R * K] of what is returned, or None where it is not wanted.
     """
     values = weight[rows] if out is None else out
     index = None if isinstance(rows, slice) else rows
-    if weight.dtype in (torch.float32, torch.bfloat16) and enabled(weight, out, inverse, index):
+    known = weight.dtype in (torch.float32, torch.bfloat16) and (out is None or out.dtype == torch.float32)
+    if known and enabled(weight, out, inverse, index):
         dim, centers, *which = rows_args(weight, rows)
         assert inverse is None or inverse.dtype == torch.float32
-        assert out is None or (out.dtype == torch.float32 and out.numel() == which[2] * dim * centers)
+        assert out is None or out.numel() == which[2] * dim * centers
         fmt, threads = _FORMATS[weight.dtype], torch.get_num_threads()
         _native.load(fmt, weight.data_ptr(), dim, centers, *which, address(out), address(inverse), threads)
         return values
@@ -77,29 +97,45 @@ def read_rows(weight: Tensor, rows: Chosen, *, out: Tensor | None, inverse: Tens
         else:
             out.copy_(weight.index_select(0, rows))
     if inverse is not None:
-        torch.linalg.vector_norm(values.flatten(0, -2), dim=-1, out=inverse)
+        torch.linalg.vector_norm(values.flatten(0, -2), dim=-1, dtype=inverse.dtype, out=inverse)
         inverse.copy_(torch.where(inverse > 0, 1 / inverse, 0.0))
     return values
 
 
-def exponentials(dots: Tensor, inverse: Tensor, *, place: Tensor, start: int, shift: float, total: Tensor) -> Tensor:
-    """exp(dots * inverse - shift) * inverse, in place, and the sums of its exponentials added to `total`.
+def exponentials(
+    dots: Tensor,
+    inverse: Tensor,
+    *,
+    place: Tensor,
+    start: int,
+    shift: float,
+    total: Tensor,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """exp(scale * dots * inverse - shift) * inverse, and the sums of its exponentials added to `total`.
 
-    dots: [N, n] scaled products with the rows [start, start + n); inverse: [n]; place: [N] own row of each sample or
-    -1; an own entry is left out: 0 in both. total: [N].
+    dots: [N, n] products with the rows [start, start + n), may be destroyed; inverse: [n]; place: [N] own row of each
+    sample or -1; an own entry is left out: 0 in both. total: [N]. out: [N, n] in any dtype, or None: in place.
     """
+    where: dict[str, Any] = {"place": place, "start": start, "shift": shift, "total": total}
+    if dots.is_cuda and _on_gpu().exponentials(dots, inverse, scale=scale, out=out, **where):
+        return dots if out is None else out
+    _exponentials(dots if scale == 1.0 else dots.mul_(scale), inverse, **where)
+    return dots if out is None else out.copy_(dots)
+
+
+def _exponentials(dots: Tensor, inverse: Tensor, *, place: Tensor, start: int, shift: float, total: Tensor) -> None:
     if dots.dtype == torch.float32 and enabled(inverse, place, total) and dots.device.type == "cpu":
         assert dots.stride(1) == 1 and inverse.dtype == total.dtype == torch.float32 and place.dtype == torch.int64
         num, width = dots.shape
         where = (dots.data_ptr(), num, width, dots.stride(0), inverse.data_ptr(), place.data_ptr())
         _native.exponentials(*where, start, shift, total.data_ptr(), torch.get_num_threads())
-        return dots
-    if dots.is_cuda and _on_gpu().exponentials(dots, inverse, place=place, start=start, shift=shift, total=total):
-        return dots
+        return
     dots.mul_(inverse).sub_(shift)
     leave_out(dots, place, start)
     total += dots.exp_().sum(1)
-    return dots.mul_(inverse)
+    dots.mul_(inverse)
 
 
 def _on_gpu() -> ModuleType:

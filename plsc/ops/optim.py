@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plsc.ops import native
+from plsc.ops.checks import checked
 from plsc.ops.formats import STATE_DTYPES, Rounding, is_wide, join, split, to_bf16, to_int8
 
 State = dict[str, Tensor]
@@ -28,8 +29,8 @@ class RowOptimizer:
     initial_lr: float = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0.0 or not self.weight_decay >= 0.0:
-            raise ValueError(f"lr and weight_decay must be >= 0, got lr={self.lr}, weight_decay={self.weight_decay}")
+        self.lr = checked("lr", self.lr, 0.0, math.inf)
+        self.weight_decay = checked("weight_decay", self.weight_decay, 0.0, math.inf)
         self.initial_lr = self.lr
 
     def state(self, weight: Tensor) -> State:
@@ -77,8 +78,7 @@ class SGD(RowOptimizer):
         _check_unsampled(self.unsampled)
         if self.state_dtype not in STATE_DTYPES:
             raise ValueError(f"state_dtype is {self.state_dtype!r}, expected one of {', '.join(STATE_DTYPES)}")
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum is {self.momentum}, expected [0, 1)")
+        self.momentum = checked("momentum", self.momentum, 0.0, 1.0, open_high=True)
         if self.nesterov and self.momentum == 0.0:
             raise ValueError("nesterov needs a momentum above 0")
 
@@ -138,6 +138,11 @@ class AdamW(RowOptimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_unsampled(self.unsampled)
+        if not isinstance(self.betas, Sequence) or isinstance(self.betas, str) or len(self.betas) != 2:
+            raise ValueError(f"betas is {self.betas!r}, expected two numbers in [0, 1), such as (0.9, 0.999)")
+        first, second = (checked(f"betas[{i}]", beta, 0.0, 1.0, open_high=True) for i, beta in enumerate(self.betas))
+        self.betas = first, second
+        self.eps = checked("eps", self.eps, 0.0, math.inf)
 
     def idle(self) -> list[list[float]]:
         return [[1 - self.lr * self.weight_decay, 0.0], [0.0, 1.0]]
@@ -182,6 +187,11 @@ class LARS(RowOptimizer):
 
     momentum: float = 0.9
     trust: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.momentum = checked("momentum", self.momentum, 0.0, 1.0, open_high=True)
+        self.trust = checked("trust", self.trust, 0.0, math.inf, open_low=True)
 
     def state(self, weight: Tensor) -> State:
         return {"momentum": _zeros(weight)}

@@ -3,87 +3,30 @@
 The products are made with the rows as they are: a cosine is dot * inverse, with inverse = 1 / |w|, and what is kept
 of a block is E_ij f'(cos_ij) inverse_j, with E_ij = exp(z_ij - m). Then O = E w, and E.T @ x is already the gradient
 of w / |w| divided by |w|: no normalised copy of the weight, nor of its gradient, is ever made.
+
+Products in halves (Problem.half) have bfloat16 operands: x, w, what is kept of a block, and x by its share of the loss,
+each rounded once; logits, sums and own-class terms are wide. bfloat16 has the exponents of float32, so no number needs
+a scale of its own; what is left of x after the division by S, where S is largest (scale 64, 1e8 classes, 1e5 samples:
+64 / (1e5 * 1e4 * e^64) = 1e-35, times x), is still above 1.2e-38, below which bfloat16 loses digits.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from plsc.comm import Communicator
 from plsc.ops import host, native
-from plsc.ops.formats import Rounding, is_wide
-from plsc.ops.optim import RowOptimizer, RowUpdate, State, apply_rows, collector, remove_radial
+from plsc.ops.formats import is_wide
+from plsc.ops.optim import RowUpdate, apply_rows, collector, remove_radial
+from plsc.ops.problem import Problem
 
-_EXP_RANGE = {torch.float32: 78.0, torch.float64: 600.0}  # exp(+-range) summed over 1e8 classes stays in range
-
-
-class Workspace:
-    """Named buffers that live between steps: a fresh mapping of big temporaries costs more than their arithmetic."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
-        self.owner: object = None  # whose exponentials the cache holds: a later forward takes it over
-
-    def get(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """An uninitialised tensor of the given shape, dtype and device of `like`, from a buffer that only grows."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != like.dtype or buffer.device != like.device:
-            buffer = torch.empty(size, dtype=like.dtype, device=like.device)
-            self._buffers[name] = buffer
-        return buffer[:size].view(shape)
-
-    def __deepcopy__(self, memo: object) -> Workspace:
-        return Workspace()
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_buffers": {}, "owner": None}
-
-
-@dataclass
-class Scoring:
-    """How an inner product becomes a logit.
-
-    `target` maps own-class cosines [M] (and norms [M] if given) to the margin's cosines; `others` is elementwise on a
-    block [N, n] given the own-class cosines [N, 1]; `bound` is the largest magnitude others can give, inf if unknown.
-    """
-
-    scale: float = 1.0
-    normalize: bool = True  # cosines; False: plain inner products
-    target: Callable[..., Tensor] | None = None
-    others: Callable[[Tensor, Tensor], Tensor] | None = None
-    bound: float = 1.0
-    filter_threshold: float | None = None  # negatives with a cosine above it count as cosine 0
-
-
-@dataclass
-class Problem:
-    """One step's batch and the part of the weight that meets it; everything a sweep over the blocks needs."""
-
-    comm: Communicator
-    scoring: Scoring
-    x: Tensor  # [N, D] embeddings of the global batch, unit length if cosines
-    place: Tensor  # [N] row of the own class among `rows`, or -1 where another rank has it or it is ignored
-    norms: Tensor | None  # [N] length of the embeddings before normalisation
-    num_classes: int
-    grad_scale: float = 1.0  # applied to the weight's gradient
-    rows: Tensor | None = None  # [R] rows that take part; None: all
-    block: int = 4096
-    cache_bytes: int = 0
-    cache_half: bool = False  # keep the exponentials in bfloat16
-    optimizer: RowOptimizer | None = None
-    state: State = field(default_factory=dict)
-    rounding: Rounding | None = None  # of a weight or state that loses bits
-    applied: Callable[[Tensor | None], None] | None = None  # is told the rows that the optimizer has stepped
-    observe: Callable[[Tensor | None], None] | None = None  # sees the own cosines [N] before target is called
-    thread: int = field(default_factory=threading.get_ident)
-    workspace: Workspace = field(default_factory=Workspace)
+# exp(+-range) summed over 1e8 classes stays in the dtype's, and so does each over a length between 1e-6 and 1e6
+_EXP_RANGE = {torch.float32: 64.0, torch.float64: 600.0}
+_LN2 = math.log(2.0)
 
 
 class Sweep:
@@ -98,8 +41,10 @@ class Sweep:
         self.released = False
         self.cache: dict[int, Tensor] = {}
         self.maxima: dict[int, Tensor] = {}  # [N] the shift a cached block was made with, where it moves
+        assert bias is None or not problem.half
         scoring = problem.scoring
-        self.constant_shift = scoring.scale * scoring.bound <= _EXP_RANGE[problem.x.dtype]
+        limit = _EXP_RANGE[torch.float32 if problem.half else problem.x.dtype]
+        self.constant_shift = scoring.scale * scoring.bound <= limit
         self.constant = math.log(max(problem.num_classes, 1)) / 2
         self.shift = problem.x.new_full((self.num_samples,), self.constant if self.constant_shift else -math.inf)
         self.total = problem.x.new_zeros(self.num_samples)
@@ -109,7 +54,12 @@ class Sweep:
         # Where nothing stands between cosine and logit the product gives logits at once.
         self.plain = scoring.others is None and scoring.filter_threshold is None and self.bias is None
         self.direct = self.plain and self.constant_shift and scoring.normalize and self.centers == 1
-        self.left = problem.x * scoring.scale if self.plain else problem.x  # [N, D]
+        self.operand = torch.bfloat16 if problem.half else problem.x.dtype
+        self.x = self._seen(problem.x)  # [N, D]
+        self.scale = scoring.scale  # still to be multiplied by
+        self.left = self.x.to(self.operand)
+        if self.plain and not problem.half:
+            self.left, self.scale = self.x * scoring.scale, 1.0
         self.place = problem.place.contiguous()
         self._find_own()
 
@@ -159,14 +109,14 @@ class Sweep:
         self.total, self.own = problem.comm.all_reduce(packed).wait().unbind(0)
 
     def excess(self) -> Tensor:
-        """How far log of the others' sum lies above the own logit: [N]; the loss is its softplus."""
-        return self.total.clamp_min(torch.finfo(self.total.dtype).tiny).log() + self.shift - self.own
+        """How far log of the others' sum lies above the own logit, [N], -inf without any; the loss is its softplus."""
+        return self.total.log() + self.shift - self.own
 
     def _own_classes(self) -> None:
         """Own-class cosines of the samples this rank holds, their margin and its slopes; zeros elsewhere."""
         problem, scoring = self.problem, self.problem.scoring
-        w_own = self.weight[self._rows_of(self.mine_rows)].to(problem.x.dtype)  # [M, (K,) D]
-        x_own = problem.x[self.mine]
+        w_own = self._seen(self.weight[self._rows_of(self.mine_rows)])  # [M, (K,) D]
+        x_own = self.x[self.mine]
         self.own_inverse = _inverse_norm(w_own) if scoring.normalize else torch.ones_like(w_own[..., :1])
         self.own_unit = w_own * self.own_inverse
         dots = torch.einsum("md,m...d->m...", x_own, self.own_unit)  # [M, (K)]
@@ -210,38 +160,41 @@ class Sweep:
     def _plan_cache(self, keep_cache: bool) -> None:
         """The first blocks keep their exponentials until the backward, as far as the byte budget goes."""
         problem = self.problem
-        width = 2 if problem.cache_half else problem.x.element_size()
+        width = 2 if problem.cache_half or problem.half else problem.x.element_size()
         block_bytes = self.num_samples * min(problem.block, self.num_rows) * self.centers * width
         self.num_cached = problem.cache_bytes // max(block_bytes, 1) if keep_cache else 0
 
     def _sum_block(self, index: int, start: int, stop: int) -> None:
-        keep = index < self.num_cached
-        name = f"cache{index}" if keep and not self.problem.cache_half else "exponentials"
+        problem, keep = self.problem, index < self.num_cached
         rows, inverse = self._rows_between(start, stop)
-        if self.direct:
-            spread = self._direct_block(start, rows, inverse, name, self.total)
-        else:
-            raw, slope, center = self._logits(start, rows, inverse, name)
-            if not self.constant_shift and stop > start:
-                self._raise_shift(raw.amax(1))
-            exponentials = self._exponentials(raw, self.shift)
-            self.total += exponentials.sum(1)
-            spread = self._spread(exponentials, slope, center, inverse)
+        spread = self._spread(start, rows, inverse, f"cache{index}" if keep else None, self.total)
         if self.output is not None:
-            self.output.addmm_(spread, rows.flatten(0, -2))
-        if keep:
-            self._keep(index, spread)
-
-    def _keep(self, index: int, spread: Tensor) -> None:
-        if self.problem.cache_half:
-            half = spread.new_empty(0, dtype=torch.bfloat16)
-            spread = self.problem.workspace.get(f"cache{index}", half, *spread.shape).copy_(spread)
+            self._add_product(spread, rows.flatten(0, -2))
+        if not keep:
+            return
+        if problem.cache_half and spread.dtype != torch.bfloat16:
+            half = problem.workspace.get(f"cache{index}", spread.new_empty(0, dtype=torch.bfloat16), *spread.shape)
+            spread = half.copy_(spread)
         self.cache[index] = spread
         if not self.constant_shift:
             self.maxima[index] = self.shift
 
+    def _add_product(self, spread: Tensor, rows: Tensor) -> None:
+        """output += spread @ rows."""
+        assert self.output is not None
+        if not self.problem.half:
+            self.output.addmm_(spread, rows)
+            return
+        part = self.problem.workspace.get("part", self.output, *self.output.shape)
+        self.output += native.product(spread, rows, out=part)
+
     def _raise_shift(self, largest: Tensor) -> None:
-        """The largest logit so far becomes the shift; what was summed with a lower one shrinks."""
+        """The largest logit so far becomes the shift; what was summed with a lower one shrinks.
+
+        In halves by powers of two: blocks that differ in their shift, as those of other ranks, are rounded alike.
+        """
+        if self.problem.half:
+            largest = (largest / _LN2).ceil_() * _LN2
         top = torch.maximum(self.shift, largest)
         shrink = torch.exp(self.shift - top).nan_to_num_(nan=0.0)  # -inf - -inf: nothing summed so far
         self.shift = top
@@ -268,41 +221,68 @@ class Sweep:
         """Rows [start, stop) of those that take part, as numbers of the weight's rows."""
         return slice(start, stop) if self.problem.rows is None else self.problem.rows[start:stop]
 
+    def _seen(self, values: Tensor) -> Tensor:
+        """As products see them, wide."""
+        return values.to(self.operand).to(self.problem.x.dtype)
+
     def _rows_between(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Rows [start, stop) of those that take part, [n, (K,) D], and 1 / length of each vector [n * K] if cosines.
+        """Rows [start, stop) of those that take part, [n, (K,) D], and 1 / length of each vector [n * K] if cosines."""
+        return self._operands(self.weight, self._chosen(start, stop), stop - start)
 
-        A view of the weight where that will do, else in a buffer that is reused by the next block.
+    def _operands(self, weight: Tensor, rows: Tensor | slice, count: int) -> tuple[Tensor, Tensor | None]:
+        """`count` rows as operands: a view of the weight where that will do, else in a buffer of the block.
+
+        Their lengths are those of what enters the products, so that no cosine leaves [-1, 1] by more than rounding.
         """
-        problem, like = self.problem, self.problem.x
-        out = inverse = None
-        if problem.rows is not None or self.weight.dtype != like.dtype:
-            out = problem.workspace.get("rows", like, stop - start, *self.weight.shape[1:])
+        problem, out, inverse = self.problem, None, None
+        if isinstance(rows, Tensor) or weight.dtype != self.operand:
+            out = problem.workspace.get("rows", self.left, count, *weight.shape[1:])
         if problem.scoring.normalize:
-            inverse = problem.workspace.get("inverse", like, (stop - start) * self.centers)
-        return native.read_rows(self.weight, self._chosen(start, stop), out=out, inverse=inverse), inverse
+            inverse = problem.workspace.get("inverse", problem.x, count * self.centers)
+        return native.read_rows(weight, rows, out=out, inverse=inverse), inverse
 
-    def _direct_block(self, start: int, rows: Tensor, inverse: Tensor | None, name: str, total: Tensor) -> Tensor:
-        """E * inverse [N, n] where the shift is constant and nothing stands between cosine and logit."""
-        assert inverse is not None
-        dots = self.problem.workspace.get(name, self.problem.x, self.num_samples, len(rows))
-        torch.mm(self.left, rows.T, out=dots)
-        return native.exponentials(dots, inverse, place=self.place, start=start, shift=self.constant, total=total)
+    def _spread(
+        self, start: int, rows: Tensor, inverse: Tensor | None, kept: str | None, total: Tensor | None = None
+    ) -> Tensor:
+        """What the products of a block are made with: E f' / |w|, [N, n * K], its own entries left out.
+
+        kept: the buffer where it stays until the backward, if it does. total: [N] gets the sums of E, forward.
+        """
+        problem, flat = self.problem, rows.flatten(0, -2)  # [n * K, D]
+        shape = self.num_samples, len(flat)
+        narrowed = problem.half or problem.cache_half  # what stays is not what logits are made in
+        dots = problem.workspace.get("exponentials" if kept is None or narrowed else kept, problem.x, *shape)
+        half = problem.workspace.get(kept or "halves", self.left, *shape) if problem.half else None
+        native.product(self.left, flat.T, out=dots)
+        if self.direct:
+            assert inverse is not None
+            sums = torch.zeros_like(self.total) if total is None else total
+            where: dict[str, Any] = {"place": self.place, "start": start, "shift": self.constant, "total": sums}
+            return native.exponentials(dots, inverse, scale=self.scale, out=half, **where)
+        raw, slope, center = self._logits(dots, start, len(rows), inverse)
+        if total is not None and not self.constant_shift and len(rows):
+            self._raise_shift(raw.amax(1))
+        exponentials = self._exponentials(raw, self.shift)
+        if total is not None:
+            total += exponentials.sum(1)
+        spread = self._by_vector(exponentials, slope, center, inverse)
+        return spread if half is None else half.copy_(spread)
 
     def _logits(
-        self, start: int, rows: Tensor, inverse: Tensor | None, name: str
+        self, cos: Tensor, start: int, count: int, inverse: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Logits [N, n] of a block, -inf at own entries; d logit / d cosine over scale; the sub-centre that won."""
-        problem, scoring = self.problem, self.problem.scoring
-        flat = rows.flatten(0, -2)  # [n * K, D]
-        cos = problem.workspace.get(name, problem.x, self.num_samples, len(flat))
-        torch.mm(self.left, flat.T, out=cos)
+        """From products [N, n * K] to logits [N, n] of `count` classes, -inf at own entries.
+
+        With them d logit / d cosine over scale; the sub-centre that won.
+        """
+        scoring = self.problem.scoring
         if inverse is not None:
             cos.mul_(inverse)
         center = None
         if self.centers > 1:
-            cos, center = cos.view(self.num_samples, len(rows), -1).max(2)
+            cos, center = cos.view(self.num_samples, count, -1).max(2)
         if self.bias is not None:
-            cos += self.bias[self._chosen(start, start + len(rows))]
+            cos += self.bias[self._chosen(start, start + count)]
         slope = None
         if scoring.filter_threshold is not None:
             kept = cos <= scoring.filter_threshold
@@ -312,8 +292,8 @@ class Sweep:
             assert self.own_cos is not None
             cos, inner = _elementwise(scoring.others, cos, self.own_cos[:, None])
             slope = inner if slope is None else slope.mul_(inner)
-        if scoring.scale != 1.0 and not self.plain:
-            cos.mul_(scoring.scale)
+        if self.scale != 1.0:
+            cos.mul_(self.scale)
         native.leave_out(cos, self.place, start)
         return cos, slope, center
 
@@ -323,7 +303,7 @@ class Sweep:
             return raw.sub_(self.constant).exp_()
         return raw.sub_(shift.clamp_min(torch.finfo(shift.dtype).min)[:, None]).exp_()
 
-    def _spread(
+    def _by_vector(
         self, exponentials: Tensor, slope: Tensor | None, center: Tensor | None, inverse: Tensor | None
     ) -> Tensor:
         """[N, n] over classes -> [N, n * K] over vectors: E f' / |w| at the sub-centre that won, 0 elsewhere."""
@@ -361,9 +341,10 @@ class Sweep:
         """Sweeps the blocks again: returns the gradients of weight and bias, or hands rows to the row optimizer."""
         problem, factor = self.problem, self.problem.scoring.scale * self.problem.grad_scale
         coefficient = factor * g_total  # [N]
-        pull = problem.x * coefficient[:, None]  # [N, D]
+        pull = self.x * coefficient[:, None]  # [N, D]
+        rounded = pull.to(self.operand)
         own_pull = factor * g_own[self.mine] * self.cos_slope  # [M]
-        own_rows = problem.x[self.mine] * (own_pull[:, None] * self.own_inverse)  # [M, D]
+        own_rows = self.x[self.mine] * (own_pull[:, None] * self.own_inverse)  # [M, D]
         pending = None if problem.optimizer is None else collector(problem.thread)
         fused = problem.optimizer is not None and pending is None
         whole = grad_bias = None
@@ -376,8 +357,8 @@ class Sweep:
             spread, shrink = self._exponentials_again(index, start, stop)
             shape = stop - start, *self.weight.shape[1:]
             grad = problem.workspace.get("gradient", problem.x, *shape) if whole is None else whole[start:stop]
-            a = pull if shrink is None else pull * shrink[:, None]
-            torch.mm(spread.T, a, out=grad.view(-1, grad.shape[-1]))
+            a = rounded if shrink is None else (pull * shrink[:, None]).to(self.operand)
+            native.product(spread.T, a, out=grad.view(-1, grad.shape[-1]))
             self._add_own(grad.view(-1, grad.shape[-1]), own_rows, index, start)
             if grad_bias is not None:
                 part = spread.T @ (coefficient if shrink is None else coefficient * shrink)
@@ -422,16 +403,12 @@ class Sweep:
     def _exponentials_again(self, index: int, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """What was kept of a block [N, n * K], cached or computed anew; and a row factor if any."""
         problem = self.problem
-        if index in self.cache and problem.workspace.owner is self:
-            spread = self.cache[index]
-            if problem.cache_half:
-                spread = problem.workspace.get("exponentials", problem.x, *spread.shape).copy_(spread)
-            return spread, None if self.constant_shift else torch.exp(self.maxima[index] - self.shift)
-        rows, inverse = self._rows_between(start, stop)
-        if self.direct:
-            return self._direct_block(start, rows, inverse, "exponentials", torch.zeros_like(self.total)), None
-        raw, slope, center = self._logits(start, rows, inverse, "exponentials")
-        return self._spread(self._exponentials(raw, self.shift), slope, center, inverse), None
+        if index not in self.cache or problem.workspace.owner is not self:
+            return self._spread(start, *self._rows_between(start, stop), None), None
+        spread = self.cache[index]
+        if spread.dtype != self.operand:
+            spread = problem.workspace.get("exponentials", problem.x, *spread.shape).copy_(spread)
+        return spread, None if self.constant_shift else torch.exp(self.maxima[index] - self.shift)
 
     def _add_own(self, grad: Tensor, terms: Tensor, index: int, start: int) -> None:
         """Adds the own-class terms [M, ...], one a sample, to the gradient [n * K, ...] of the block they belong to."""

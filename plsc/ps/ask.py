@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.ps.link import question
+from plsc.ps.wire import bearer
 
 
 def ask(
@@ -19,7 +20,7 @@ def ask(
 ) -> dict[str, dict[str, Any]]:
     """Each server's answer to "health", "stat" or "save", by address. The token's default is PLSC_PS_TOKEN."""
     token = os.environ.get("PLSC_PS_TOKEN") if token is None else token
-    headers = [] if token is None else [(b"authorization", b"Bearer " + token.encode())]
+    headers = bearer(token)
     options: dict[str, Any] = {} if tls is None else {"tls_root_certs": Path(tls).read_bytes()}
     if certificate is not None:
         options["cert_chain"], options["private_key"] = (Path(file).read_bytes() for file in certificate)

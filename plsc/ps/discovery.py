@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 TCPSTORE, ETCD = "tcpstore://", "etcd://"
 SCHEMES = (TCPSTORE, ETCD)
+TELL = 10.0  # seconds between two looks at whether a TCPStore still has what it was told
 LEASE = 30  # seconds after which etcd forgets a server that has stopped saying it is there
 
 
@@ -25,21 +26,13 @@ def publish(endpoint: str, *, run: str, index: int, count: int, address: str) ->
     told = {f"plsc_ps/{run}/count": str(count), f"plsc_ps/{run}/{index}": address}
     if endpoint.startswith(ETCD):
         return _Lease(endpoint, told)
-    host, port = _split(endpoint, TCPSTORE)
-    try:
-        store = TCPStore(host, port, is_master=index == 0, wait_for_workers=False, timeout=timedelta(seconds=300))
-    except (DistNetworkError, RuntimeError):
-        if index:
-            raise
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=300))  # somebody else's is there
-    for key, value in told.items():
-        store.set(key, value)
-    return store
+    return _Told(*_split(endpoint, TCPSTORE), told, master=index == 0)
 
 
 def lookup(endpoint: str, *, run: str, seconds: float) -> list[str]:
     """Addresses of all servers of the run, which are waited for."""
     try:
+        logger.info("asking %s for the servers of run %r", endpoint, run)
         get = _etcd_getter(endpoint, seconds) if endpoint.startswith(ETCD) else _tcp_getter(endpoint, seconds)
         count = int(get(f"plsc_ps/{run}/count"))
         return [get(f"plsc_ps/{run}/{index}").decode() for index in range(count)]
@@ -72,6 +65,46 @@ def _etcd_getter(endpoint: str, seconds: float) -> Callable[[str], bytes]:
             time.sleep(0.2)
 
     return get
+
+
+class _Told:
+    """Keys in a TCPStore; told again where another has taken its place, as when the server that made it died."""
+
+    def __init__(self, host: str, port: int, told: dict[str, str], *, master: bool) -> None:
+        self._at, self._told = (host, port), told
+        try:
+            self._store = self._connect(300, master=master)
+        except (DistNetworkError, RuntimeError):
+            if not master:
+                raise
+            self._store = self._connect(300)  # somebody else's is there
+        self._say()
+        self._stop = threading.Event()
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    def _connect(self, seconds: float, *, master: bool = False) -> TCPStore:
+        host, port = self._at
+        return TCPStore(host, port, is_master=master, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+    def _say(self) -> None:
+        for key, value in self._told.items():
+            self._store.set(key, value)
+
+    def _keep(self) -> None:
+        while not self._stop.wait(TELL):
+            try:
+                if not self._store.check(list(self._told)):
+                    self._say()
+            except (DistNetworkError, DistStoreError, RuntimeError):
+                try:
+                    self._store = self._connect(TELL)
+                    self._say()
+                except (DistNetworkError, DistStoreError, RuntimeError) as error:
+                    logger.warning("%s:%d was not reached, trying again: %s", *self._at, str(error).splitlines()[0])
+
+    def close(self) -> None:
+        self._stop.set()
+        del self._store
 
 
 class _Lease:

@@ -20,10 +20,12 @@ class Geo(Communicator):
     every    pushes between two exchanges, or "auto": one after the other, as fast as the link allows
     rule     what steps the copy (default: the store's own rule); its state stays here. lr: default the store's
     weight   what a difference counts for; default 1 / workers
+    pace     instead of a weight for all rows, one for each, by its steps since the last exchange: what part of its way
+             to where it comes to rest one step takes a row; see `weights`. What was not sent is then dropped
     workers  default: how many are connected at each exchange
     overlap  False: the push that completes `every` waits for the exchange. True: it goes on meanwhile
 
-    `local` is the copy. Code that trains it directly tells which rows moved: `touch(keys)`.
+    `local` is the copy. Code that trains it directly tells which rows moved: `touch(keys, steps)`.
     """
 
     store: SharedStore
@@ -37,6 +39,7 @@ class Geo(Communicator):
         rule: str | Rule | PythonRule | None = None,
         lr: float | None = None,
         weight: float | None = None,
+        pace: float | None = None,
         workers: int | None = None,
         overlap: bool = False,
         locked: bool = True,
@@ -51,10 +54,13 @@ class Geo(Communicator):
             raise ValueError(f"every: got {every!r}, expected a number of pushes, or 'auto'")
         if weight is not None and not 0 < weight <= 1:
             raise ValueError(f"weight: got {weight}, expected more than 0, at most 1")
+        if pace is not None and (weight is not None or not 0 < pace < 1):
+            raise ValueError(f"got pace={pace}, weight={weight}, expected one of them, a pace between 0 and 1")
         if workers is not None and workers < 1:
             raise ValueError(f"workers: got {workers}, expected 1 or more")
         self.workers = workers
         self.weight = weight
+        self.pace = pace
         chosen = store.rule if rule is None else rule
         rate = store.lr if lr is None else lr
         birth = {**store.birth(), "dtype": "fp32"}
@@ -116,18 +122,29 @@ class Geo(Communicator):
         self.touch(array)
         return refused
 
-    def touch(self, keys: Array) -> None:
-        """Counts as a push: the copy's rows of these keys have been trained, by whatever means."""
-        self._enqueue(Push(as_keys(keys).copy()))
+    def touch(self, keys: Array, steps: np.ndarray | None = None) -> None:
+        """Counts as a push: the copy's rows of these keys have been trained, by whatever means.
+
+        steps [K]: how often each row was stepped, where that was not once; `pace` is for one step.
+        """
+        array = as_keys(keys).copy()
+        taken = None if steps is None else as_floats(steps, array.shape, "steps").copy()
+        if taken is not None and not (np.isfinite(taken).all() and (taken >= 0).all()):
+            raise ValueError("steps: got a negative number, a NaN or an infinity, expected how often rows were stepped")
+        self._enqueue(Push(array, steps=taken))
 
     def _deliver(self, pushes: list[Push]) -> None:
         """One exchange: what the copy has moved by since the last one, for what others have moved."""
-        keys = np.unique(np.concatenate([push.keys for push in pushes]))
-        weight = self.weight
-        if weight is None:
-            weight = 1.0 / (self.workers or max(1, self.store.num_workers))
+        keys, at = np.unique(np.concatenate([push.keys for push in pushes]), return_inverse=True)
+        workers = self.workers or max(1, self.store.num_workers)
         moved = self.local.pull(keys, create=False) - self._base.pull(keys, create=False)
-        changes = self.store.exchange(keys, moved * np.float32(weight))
+        if self.pace is None:
+            sent = moved * np.float32(1.0 / workers if self.weight is None else self.weight)
+        else:
+            taken = [np.ones(len(push.keys), np.float32) if push.steps is None else push.steps for push in pushes]
+            sent = moved * weights(np.bincount(at, np.concatenate(taken), len(keys)), self.pace, workers)[:, None]
+            self.local.add(keys, sent - moved)  # the weight has made of it what all workers have come: no rest stays
+        changes = self.store.exchange(keys, sent)
         self._base.add(keys, changes.deltas)
         if changes.behind:
             self._refresh()
@@ -144,3 +161,14 @@ class Geo(Communicator):
             for start in range(0, len(keys), REFRESHED):
                 some = keys[start : start + REFRESHED]
                 self._take_over(some, self.store.pull(some, create=False))
+
+
+def weights(steps: np.ndarray, pace: float, workers: int) -> np.ndarray:
+    """What the moves of rows count for, float32 [K], that `workers` workers have each taken so many steps with.
+
+    A step takes a row the part `pace` of its way to where it comes to rest, so n steps take it 1 - (1 - pace)^n of it,
+    and the steps of W workers, one after the other, 1 - (1 - pace)^(W n). The weight makes the W moves that much: 1
+    for rows with few steps, which have come the W-fold way, and 1 / W for those that have all arrived.
+    """
+    rest = np.maximum(steps, 1e-9) * np.log1p(-pace)
+    return (np.expm1(workers * rest) / (workers * np.expm1(rest))).astype(np.float32)

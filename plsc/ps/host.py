@@ -75,12 +75,13 @@ class Host:
         self._floor = 0  # changes up to this version are forgotten
         self._remembered = 0
         self._logging_changes = False
+        self._born_before = 0  # rows that came with a save
 
     # ---- workers
 
     def join(self, client_id: str, rank: int) -> Client:
         with self._moved:
-            client = self.clients.pop(client_id, None) or Client(client_id, rank)
+            client = self.clients.pop(client_id, None) or Client(client_id, rank, pulled=self.writes)
             client.seen = max(client.seen, self._version) if client.sequence == 0 else client.seen
             self.clients[client_id] = client  # youngest last
             self._connected[client_id] = self._connected.get(client_id, 0) + 1
@@ -163,6 +164,8 @@ class Host:
         clicks: np.ndarray | None = None,
     ) -> int:
         """How many gradients were refused."""
+        if (shows is not None or clicks is not None) and not self.table.keeps_counters:  # before it is noted
+            raise ValueError("got shows or clicks, but this table keeps no counters; make it with counters=True")
         with client.lock:
             if self._known(client, sequence):
                 return 0
@@ -225,6 +228,18 @@ class Host:
         self, client: Client, sequence: int, keys: np.ndarray, deltas: np.ndarray, *, epoch: str, since: int
     ) -> tuple[np.ndarray, np.ndarray, int, bool]:
         """Adds; answers keys and rows that others changed after version `since`, the version now, and `behind`."""
+        self.add(client, sequence, keys, deltas)
+        with self._moved:
+            version, client.exchanges = self._version, True
+            client.seen = since if epoch == self.epoch else version
+            behind = epoch != self.epoch or since < self._floor
+            news = [k for number, who, k in self._changes if number > since and who != client.id]
+        changed = np.unique(np.concatenate(news)) if news and not behind else np.empty(0, np.uint64)
+        rows = self.table.pull(changed, create=False)
+        return changed, rows, version, behind
+
+    def add(self, client: Client, sequence: int, keys: np.ndarray, deltas: np.ndarray) -> None:
+        """A part of an exchange; the last one tells what others have changed."""
         with self._moved:
             if not self._logging_changes:
                 self._logging_changes = True
@@ -237,21 +252,17 @@ class Host:
                     self._note("add", client, sequence, {"keys": keys, "deltas": deltas})
                     self.table.add(keys, deltas)
                     self._applied(client, sequence, keys)
-        with self._moved:
-            version, client.exchanges = self._version, True
-            client.seen = since if epoch == self.epoch else version
-            behind = epoch != self.epoch or since < self._floor
-            news = [k for number, who, k in self._changes if number > since and who != client.id]
-        changed = np.unique(np.concatenate(news)) if news and not behind else np.empty(0, np.uint64)
-        rows = self.table.pull(changed, create=False)
-        return changed, rows, version, behind
 
     def set_lr(self, client: Client, sequence: int, lr: float) -> None:
         with client.lock, self.order:
             if self._known(client, sequence):
                 return
-            self._note("lr", client, sequence, {}, lr=lr)
-            self.table.lr = lr
+            before, self.table.lr = self.table.lr, lr  # what is no rate is refused before it is noted
+            try:
+                self._note("lr", client, sequence, {}, lr=lr)
+            except OSError:
+                self.table.lr = before
+                raise
             self._applied(client, sequence, None)
 
     def _known(self, client: Client, sequence: int) -> bool:
@@ -294,6 +305,10 @@ class Host:
             for rank in sorted(each.parts)
         ]
 
+    def begin(self) -> None:
+        """What was restored and replayed is no work of this process: it counts from here."""
+        self._born_before, self.writes = self.table.stats()["born"], 0
+
     def restore(self, state: dict[str, Any]) -> None:
         self.round = state["round"]
         self.clients = {id: Client(id, rank, sequence) for id, (rank, sequence) in state["clients"].items()}
@@ -314,15 +329,17 @@ class Host:
                 client, sequence, arrays["keys"], arrays["grads"], round=record["round"], workers=record["workers"]
             )
         elif kind == "add":
-            self.exchange(client, sequence, arrays["keys"], arrays["deltas"], epoch="", since=0)
+            self.add(client, sequence, arrays["keys"], arrays["deltas"])
         elif kind == "lr":
             self.set_lr(client, sequence, record["lr"])
         else:
             raise ValueError(f"the log has a record of kind {kind!r}, which this plsc does not know")
 
     def stats(self) -> dict[str, int]:
+        stats = self.table.stats()
         return {
-            **self.table.stats(),
+            **stats,
+            "born": stats["born"] - self._born_before,
             "round": self.round,
             "writes": self.writes,
             "duplicates": self.duplicates,

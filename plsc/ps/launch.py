@@ -1,5 +1,6 @@
 """Servers and workers of one machine as processes: started together, servers started again where they die."""
 
+import ctypes
 import os
 import secrets
 import signal
@@ -12,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 
 POLL = 0.1
-GRACE = 30.0  # seconds a server gets to save
+GRACE = {"worker": 30.0, "server": 600.0}  # seconds to end in; a server saves
 
 Say = Callable[[str], None]
 
@@ -80,8 +81,25 @@ def launch(
                 raise RuntimeError("every server has ended for good; see what they said above")
         return next((each.code for each in crew if each.code), 0)
     finally:
-        for each in (*crew, *kept):
-            each.stop()
+        for group in (crew, kept):  # workers first: what they have pushed is in what servers save
+            for each in group:
+                each.terminate()
+            for each in group:
+                each.stop()
+
+
+def _tie() -> Callable[[], None] | None:
+    """What a child does before it becomes the command: when this process ends, however it does, it gets SIGTERM."""
+    if sys.platform != "linux":
+        return None
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
+    def tie() -> None:
+        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died before that
+            os._exit(1)
+
+    return tie
 
 
 class _Kept:
@@ -97,7 +115,8 @@ class _Kept:
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self._child = subprocess.Popen(self.command, env={**os.environ, **self.environment}, start_new_session=True)
+        environment = {**os.environ, **self.environment}
+        self._child = subprocess.Popen(self.command, env=environment, start_new_session=True, preexec_fn=_tie())
 
     def look(self, say: Say) -> None:
         """Starts it again if it has died; a worker that ended well is done."""
@@ -114,12 +133,15 @@ class _Kept:
             say(f"{self.name} ended with status {code} too often; going on without it")
             self.ended = True
 
+    def terminate(self) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
+
     def stop(self) -> None:
         if self._child is None or self._child.poll() is not None:
             return
-        self._child.send_signal(signal.SIGTERM)
         try:
-            self._child.wait(GRACE)
+            self._child.wait(GRACE[self.name.split()[0]])
         except subprocess.TimeoutExpired:
             os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()

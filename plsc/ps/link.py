@@ -5,6 +5,8 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,10 @@ LONGEST_PAUSE = 2.0  # seconds between two attempts to reach a server
 
 
 class ServerLost(ConnectionError):
-    """A server could not be reached for as long as the store's patience lasts."""
+    """A server could not be reached for as long as the store's patience lasts.
+
+    A write that raises it may have been applied or not; it is not sent again.
+    """
 
 
 class Refused(ValueError):
@@ -38,6 +43,7 @@ class Call:
     keys: np.ndarray | None = None  # of the answer
     values: np.ndarray | None = None
     reply: w.Reply | None = None
+    failure: Exception | None = None  # why there will be no answer
     tries: int = 0
     sent: float = field(default_factory=time.monotonic)
 
@@ -75,14 +81,17 @@ class Link:
         self._sequence = itertools.count(1)
         self._reading = False
         self._generation = 0
+        self._failure: Exception | None = None  # the last time that the server was given up
         self._stream: tuple[Any, Any, Any] | None = None  # client, writer, reader
         self._open()
 
     # ---- requests
 
     def send(self, request: w.Request, batch: Any, out: np.ndarray | None = None) -> Call:
-        call = Call(request, batch, out)
+        call, known = Call(request, batch, out), self._failure
         with self._write:
+            if self._failure is not known:  # while this request waited for its turn
+                raise _again(self._failure)
             request.id = next(self._ids)
             if request.kind in w.WRITES:
                 request.sequence = next(self._sequence)
@@ -99,6 +108,8 @@ class Link:
         """The answered call; raises what the server answered instead."""
         while call.reply is None:
             with self._state:
+                if call.failure is not None:
+                    raise _again(call.failure)
                 if call.reply is not None:
                     break
                 if self._reading:
@@ -163,8 +174,9 @@ class Link:
             descriptor = w.flight.FlightDescriptor.for_command(json.dumps(asked).encode())
             options = w.flight.FlightCallOptions(headers=access.headers)
             writer, reader = client.do_exchange(descriptor, options)
-            writer.begin(self._layout.schema)
-            first = reader.read_chunk()
+            with _at_most(access.timeout, reader):
+                writer.begin(self._layout.schema)
+                first = reader.read_chunk()
             hello = json.loads(first.app_metadata.to_pybytes())
         except (w.flight.FlightUnauthenticatedError, w.flight.FlightUnauthorizedError) as error:
             client.close()
@@ -175,6 +187,16 @@ class Link:
         if "error" in hello:
             client.close()
             raise Refused(f"server {self.address}: {hello['error']}")
+        if self.hello and (other := [name for name in _SAME if hello[name] != self.hello[name]]):
+            _end(client, writer, reader)
+            words = ", ".join(f"{name} {hello[name]!r} (was {self.hello[name]!r})" for name in other)
+            raise Refused(
+                f"server {self.address}: another one is there now, with {words}; rows would go astray. "
+                "Start the one that was there again, or connect anew"
+            )
+        if self.hello and hello["epoch"] != self.hello["epoch"] and hello["durability"] != "log":
+            what = "its last save" if hello["durability"] == "save" else "empty tables, for it has no folder"
+            logger.warning("server %s was started again, from %s", self.address, what)
         self.hello, self.workers = hello, hello["workers"]
         with self._state:
             self._stream = (client, writer, reader)
@@ -184,14 +206,7 @@ class Link:
             stream, self._stream = self._stream, None
         if stream is None:
             return
-        client, writer, reader = stream
-        try:
-            writer.done_writing()
-            reader.cancel()
-            writer.close()
-        except BROKEN:
-            pass
-        client.close()
+        _end(*stream)
 
     def _emit(self, call: Call) -> None:
         if self._stream is None:
@@ -207,21 +222,24 @@ class Link:
             raise ConnectionError("not connected")
         chunk = stream[2].read_chunk()
         reply = w.Reply.unpack(chunk.app_metadata)
+        parts = None if chunk.data is None else self._layout.unpack(chunk.data)
         with self._state:
+            if stream is not self._stream:  # all that has no answer was asked again on another
+                raise ConnectionError("not connected")
             call = self._calls.get(reply.id)
-        if call is None:
-            return
-        if chunk.data is not None:
-            keys, values, _ = self._layout.unpack(chunk.data)
-            if call.out is None:
-                call.keys, call.values = keys, values
-            elif call.filled + len(values) > len(call.out):
-                raise w.Malformed(f"server {self.address} answered more rows than were asked for")
-            else:
-                call.out[call.filled : call.filled + len(values)] = values
-                call.filled += len(values)
-        if not reply.flags & w.MORE:
-            with self._state:
+            if call is None:
+                return
+            if parts is not None:
+                keys, values, _ = parts
+                if call.out is None:
+                    call.keys, call.values = keys, values
+                else:
+                    rows = self._layout.decode(values, self.hello["dim"]).reshape(-1)
+                    if call.filled + len(rows) > len(call.out):
+                        raise w.Malformed(f"server {self.address} answered more rows than were asked for")
+                    call.out[call.filled : call.filled + len(rows)] = rows
+                    call.filled += len(rows)
+            if not reply.flags & w.MORE:
                 del self._calls[reply.id]
                 self.workers = max(1, reply.workers)
                 call.reply = reply
@@ -231,39 +249,91 @@ class Link:
         with self._write:
             if generation != self._generation:
                 return
-            self._drop()
-            began, pause = time.monotonic(), 0.02
-            logger.warning("server %s: connection lost (%s); waiting for it", self.address, sentence(error))
-            while True:
-                try:
-                    self._open()
-                    for call in sorted(self._calls.values(), key=lambda each: each.request.id):
-                        if call.tries > MOST_TRIES:
-                            raise ServerLost(
-                                f"server {self.address} ended the connection {call.tries} times over one "
-                                f"{w.KINDS[call.request.kind]}; its log says why"
-                            )
-                        self._emit(call)
-                    break
-                except ServerLost:
-                    self._drop()
-                    raise
-                except BROKEN as again:
-                    self._drop()
-                    if time.monotonic() - began > self._access.patience:
+            try:
+                self._reopen(error)
+            except (ServerLost, Refused) as lost:
+                self._give_up(lost)
+                raise
+
+    def _reopen(self, error: BaseException) -> None:
+        """Tries for as long as patience lasts; then everything without an answer is asked again, in order."""
+        self._drop()
+        began, pause = time.monotonic(), 0.02
+        logger.warning("server %s: connection lost (%s); waiting for it", self.address, sentence(error))
+        while True:
+            try:
+                self._open()
+                for call in sorted(self._calls.values(), key=lambda each: each.request.id):
+                    if call.tries > MOST_TRIES:
                         raise ServerLost(
-                            f"server {self.address} was not reached for {self._access.patience:g} s "
-                            f"({sentence(again)}); start it again from its folder, or give a longer patience"
-                        ) from None
-                    time.sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
-            with self._state:
-                self._generation += 1
-                self.reconnects += 1
-            logger.warning("server %s: connected again after %.1f s", self.address, time.monotonic() - began)
+                            f"server {self.address} ended the connection {call.tries} times over one "
+                            f"{w.KINDS[call.request.kind]}; its log says why"
+                        )
+                    self._emit(call)
+                break
+            except ServerLost:
+                raise
+            except BROKEN as again:
+                self._drop()
+                if time.monotonic() - began > self._access.patience:
+                    raise ServerLost(
+                        f"server {self.address} was not reached for {self._access.patience:g} s "
+                        f"({sentence(again)}); start it again from its folder, or give a longer patience"
+                    ) from None
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        with self._state:
+            self._generation += 1
+            self.reconnects += 1
+        logger.warning("server %s: connected again after %.1f s", self.address, time.monotonic() - began)
+
+    def _give_up(self, failure: Exception) -> None:
+        """Whoever waits hears of it now; what has no answer is forgotten, and the next request connects anew."""
+        self._drop()
+        with self._state:
+            self._failure = failure
+            self._generation += 1
+            for call in self._calls.values():
+                call.failure = failure
+            self._calls.clear()
+            self._state.notify_all()
 
 
+_SAME = ("index", "count", "dim", "rule", "birth", "counters")  # of a server, as long as workers are connected
 BROKEN = (w.flight.FlightError, w.pa.ArrowException, OSError, StopIteration, w.Malformed)
+
+
+def _again(failure: Exception | None) -> Exception:
+    """For another thread: an exception that is raised twice mixes its tracebacks."""
+    assert failure is not None
+    return type(failure)(*failure.args)
+
+
+def _end(client: Any, writer: Any, reader: Any) -> None:
+    try:
+        writer.done_writing()
+        reader.cancel()
+        writer.close()
+    except BROKEN:
+        pass
+    client.close()
+
+
+@contextmanager
+def _at_most(seconds: float, reader: Any) -> Iterator[None]:
+    """Cuts a stream whose first answer is not there in time: a server may take a connection and say nothing."""
+    late = threading.Timer(seconds, reader.cancel)
+    late.daemon = True
+    late.start()
+    began = time.monotonic()
+    try:
+        yield
+    except BROKEN:
+        if time.monotonic() - began >= seconds:
+            raise ConnectionError(f"it took the connection and said nothing for {seconds:g} s") from None
+        raise
+    finally:
+        late.cancel()
 
 
 def sentence(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ _MARK = b"PSW1"
 _HEAD = struct.Struct("<4sIQI")  # mark, bytes of the record's JSON, bytes of its arrays, CRC-32 of both
 _LARGEST = 1 << 34
 _AUTOMATIC = re.compile(r"auto-(\d{10})")
+_TAKEN = re.compile(r"(?:auto|log)-\d*|lock")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 KEPT = 2  # automatic saves; those with a name of their own stay
 
@@ -71,7 +73,10 @@ class Log:
 
 
 def read_log(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
-    """Whole records, oldest first. A last one that was cut short was never acknowledged: it is cut off the file."""
+    """Whole records, oldest first. A last one that was cut short was never acknowledged: it is cut off the file.
+
+    ValueError where a record is damaged and others follow, which were acknowledged.
+    """
     with open(path, "rb+") as file:
         size = os.fstat(file.fileno()).st_size
         while True:
@@ -81,10 +86,31 @@ def read_log(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]
                 return
             record = _read_record(file, head, size - start) if len(head) == _HEAD.size else None
             if record is None:
+                if _others_follow(file, start):
+                    raise ValueError(
+                        f"{path} is damaged at byte {start} of {size}, and writes that were acknowledged follow; "
+                        f"take another copy of it, or, to go on without them, cut it off there: "
+                        f"truncate -s {start} {path}"
+                    )
                 logger.warning("%s: cutting off %d bytes that were not written to the end", path, size - start)
                 file.truncate(start)
                 return
             yield record
+
+
+def _others_follow(file: Any, start: int) -> bool:
+    """Whether a whole record stands anywhere behind the one that begins at `start`."""
+    file.seek(0, os.SEEK_END)
+    size = file.tell()
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = data.find(_MARK, start + 1)
+        while at >= 0:
+            file.seek(at)
+            head = file.read(_HEAD.size)
+            if len(head) == _HEAD.size and _read_record(file, head, size - at) is not None:
+                return True
+            at = data.find(_MARK, at + 1)
+    return False
 
 
 def _read_record(file: Any, head: bytes, left: int) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
@@ -140,7 +166,7 @@ class State:
         self._number = 0
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob(".partial-*"):
-            shutil.rmtree(left)
+            left.unlink() if left.is_symlink() else shutil.rmtree(left)
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         _only_one(self._lock, self.folder)
 
@@ -176,6 +202,8 @@ class State:
                 host.restore(known["tables"][name])
             self.hosts[name] = host
         self._replay()
+        for host in self.hosts.values():
+            host.begin()
         if self.durability == "log":
             self.log = Log(self._log_path(self._number), sync=self._sync)
             for name, host in self.hosts.items():
@@ -186,28 +214,32 @@ class State:
         return self.folder / f"log-{number:010d}"
 
     def _replay(self) -> None:
-        path = self._log_path(self._number)
-        if not path.exists():
-            return
-        if self.durability != "log":
-            raise ValueError(
-                f"{path} holds writes that no save has, and durability is {self.durability!r}; "
-                "start with durability = 'log' once, save, then change it"
-            )
-        count = 0
-        for record, arrays in read_log(path):
-            if (host := self.hosts.get(record["table"])) is not None:
-                host.replay(record, arrays)
-                count += 1
-        if count:
-            logger.info("%s: applied %d writes again", path, count)
+        """Applies the log that began with the save, and those after it, should newer saves have been taken away."""
+        saved = self._number
+        while (path := self._log_path(self._number)).exists():
+            if self.durability != "log" and path.stat().st_size:
+                raise ValueError(
+                    f"{path} holds writes that no save has, and durability is {self.durability!r}; "
+                    "start with durability = 'log' once, save, then change it"
+                )
+            count = 0
+            for record, arrays in read_log(path):
+                if record["kind"] == "open" and self._number > saved:  # in the log before this one, too
+                    continue
+                if (host := self.hosts.get(record["table"])) is not None:
+                    host.replay(record, arrays)
+                    count += 1
+            if count:
+                logger.info("%s: applied %d writes again", path, count)
+            self._number += 1
+        self._number = max(saved, self._number - 1)
 
     def save(self, name: str | None = None) -> tuple[Path, int]:
         """All tables, under a name of this folder or as the next automatic save; the path and how many rows."""
-        if name is not None and (not _NAME.fullmatch(name) or _AUTOMATIC.fullmatch(name) or name == "lock"):
+        if name is not None and (not _NAME.fullmatch(name) or _TAKEN.fullmatch(name)):
             raise ValueError(
                 f"name of a save: got {name!r}, expected up to 64 letters, digits, '_', '-' and '.', "
-                "not beginning with '.' or '-'"
+                "not beginning with '.' or '-', nor one of the server's own (auto-..., log-..., lock)"
             )
         with self._saving, ExitStack() as stack:
             if self._closed:
@@ -217,27 +249,35 @@ class State:
                     stack.enter_context(host.order)
             number = self._number + 1
             target = self.folder / (f"auto-{number:010d}" if name is None else name)
-            if target.exists():
+            if os.path.lexists(target):
                 raise ValueError(f"{target} exists already; give another name")
             partial = self.folder / f".partial-{number}"
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            rows, states = 0, {}
-            for each, host in self.hosts.items():
-                rows += host.table.save(partial / f"{each}.table")
-                # After the table: a push between the two may be lost with this save, but never be applied twice.
-                states[each] = host.state()
-            facts = {"format": FORMAT, **self._place, "tables": states}
-            _write(partial / "state.json", json.dumps(facts).encode())
-            next_log = self._next_log(number) if name is None and self.log is not None else None
-            os.rename(partial, target)
-            _sync_folder(self.folder)
+            rows, states, next_log = 0, {}, None
+            try:
+                for each, host in self.hosts.items():
+                    rows += host.table.save(partial / f"{each}.table")
+                    # After the table: a push between the two may be lost with this save, but never be applied twice.
+                    states[each] = host.state()
+                facts = {"format": FORMAT, **self._place, "tables": states}
+                _write(partial / "state.json", json.dumps(facts).encode())
+                next_log = self._next_log(number) if name is None and self.log is not None else None
+                os.rename(partial, target)
+            except BaseException:  # what it took of a full disk is the log's, which goes on
+                shutil.rmtree(partial, ignore_errors=True)
+                if next_log is not None:
+                    next_log.close()
+                    next_log.path.unlink()
+                raise
             if next_log is not None:
                 assert self.log is not None
                 old, self.log = self.log, next_log
                 old.close()
             if name is None:
                 self._number = number
+            _sync_folder(self.folder)
+            if name is None:
                 self._forget()
         return target, rows
 
@@ -253,9 +293,10 @@ class State:
         return log
 
     def _forget(self) -> None:
+        kept = sorted(int(found[1]) for path in self.folder.iterdir() if (found := _AUTOMATIC.fullmatch(path.name)))
         for path in self.folder.iterdir():
             found = re.fullmatch(r"(?:auto|log)-(\d{10})", path.name)
-            if found and int(found[1]) <= self._number - KEPT:
+            if found and int(found[1]) < kept[-KEPT:][0]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def close(self) -> None:

@@ -137,7 +137,10 @@ def serve_page(host: str, port: int, make: Any) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer((host, port), Handler)
+    try:
+        server = ThreadingHTTPServer((host, port), Handler)
+    except OSError as error:
+        raise ValueError(f"metrics_port: {port} of {host}: {error.strerror or error}; give another, or 0") from None
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     return server

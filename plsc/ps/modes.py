@@ -17,12 +17,16 @@ from plsc.ps.store import SharedStore, Store, merge
 
 @dataclass
 class Push:
-    """What waits to be sent: a push, or (Geo) keys whose rows have moved."""
+    """What waits to be sent: a push, or (Geo) keys whose rows have moved, and in how many steps each."""
 
     keys: np.ndarray
     grads: np.ndarray | None = None
     shows: np.ndarray | None = None
     clicks: np.ndarray | None = None
+    steps: np.ndarray | None = None
+
+
+MOST_WORKERS = 65_535  # of a round, as a message counts them
 
 
 class Communicator:
@@ -137,9 +141,9 @@ class Communicator:
                 self._flushing -= 1
 
     def close(self) -> None:
-        """Sends what waits, then ends the sender; the store inside stays open."""
+        """Sends what waits, then ends the sender; the store inside stays open. Raises what the sender failed with."""
         try:
-            if self._error is None:
+            if not self._closed:
                 self.flush()
         finally:
             with self._moved:
@@ -155,7 +159,11 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except BaseException as failure:
+            if failure is not error:  # else it is on its way already
+                raise
 
     def _enqueue(self, push: Push) -> None:
         with self._moved:
@@ -185,7 +193,7 @@ class Communicator:
 
     def _at_exit(self) -> None:
         """A script that ends without close() has its last pushes sent all the same."""
-        if not self._closed and self._error is None:
+        if not self._closed:
             self.close()
 
     def _raise(self) -> None:
@@ -238,6 +246,10 @@ class Communicator:
             parts.append(np.concatenate([_or(push.shows, np.ones, len(push.keys)) for push in pushes]))
             parts.append(np.concatenate([_or(push.clicks, np.zeros, len(push.keys)) for push in pushes]))
         unique, sums, *counts = merge(keys, *parts)
+        if not np.isfinite(sums).all():  # a bad gradient is refused alone, not with the good ones of its key
+            good = np.isfinite(parts[0]).all(axis=1)
+            self.refused += int((~good).sum())
+            unique, sums, *counts = merge(keys[good], *(part[good] for part in parts))
         named = dict(zip(("shows", "clicks"), counts, strict=True)) if counted else {}
         self.refused += self.store.push(unique, sums, **named)
 
@@ -287,8 +299,10 @@ class Sync(Communicator):
 
     def __init__(self, store: SharedStore, *, workers: int, deadline: float = 60.0) -> None:
         super().__init__(store)
-        if workers < 1 or not deadline > 0:
-            raise ValueError(f"got workers={workers}, deadline={deadline}; expected 1 or more, and seconds above 0")
+        if not 1 <= workers <= MOST_WORKERS or not deadline > 0:
+            raise ValueError(
+                f"got workers={workers}, deadline={deadline}; expected 1 to {MOST_WORKERS}, and seconds above 0"
+            )
         self.workers = workers
         self.deadline = deadline
         self._round = store.next_round
@@ -302,9 +316,13 @@ class Sync(Communicator):
             raise ValueError("shows and clicks go with the other modes, got them with Sync")
         array = as_keys(keys)
         floats = as_floats(grads, (len(array), self.dim), "grads")
+        good = np.isfinite(floats).all(axis=1)
+        if refused := int((~good).sum()):  # alone, not with what others bring of their keys
+            array, floats = array[good], floats[good]
+            self.refused += refused
         self.store.contribute(array, floats, round=self._round, workers=self.workers)
         self._round += 1
-        return 0
+        return refused
 
     def flush(self) -> None:
         self.store.wait_round(self._round, deadline=self.deadline)

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import logging
 import os
 import re
 import threading
@@ -24,14 +25,17 @@ from plsc.ps.store import Changes, place
 PUSH_KEYS = 16_384  # keys of a push that go as one message: the server applies one while the next travels
 
 
+SILENT = 3.0  # seconds that a server which is not there yet is waited for without a word
+
+logger = logging.getLogger(__name__)
+
+
 class RemoteStore:
     """A table whose rows are spread over servers; what `connect` returns. Threads may share it."""
 
     def __init__(self, links: Sequence[Link], *, wire: str) -> None:
         self._links = links
-        self._wire = wire
         self._layout = w.LAYOUTS[wire]
-        self._float: np.dtype[Any] = w.WIRES[wire]
         hello = links[0].hello
         self.dim: int = hello["dim"]
         self.rule: Rule | PythonRule = _rule_of(hello["rule"])
@@ -148,11 +152,17 @@ class RemoteStore:
     def exchange(self, keys: np.ndarray, deltas: np.ndarray) -> Changes:
         values = self._on_wire(deltas)
         with self._exchanging:
-            calls = []
+            calls, parts = [], []
             for number, (link, at) in enumerate(self._shares(keys)):
                 epoch, since = self._since[number]
+                *most, last = _pieces(at, PUSH_KEYS) or [slice(0)]
+                for some in most:
+                    request = w.Request(w.EXCHANGE, flags=w.PART)
+                    parts.append((link, link.send(request, self._layout.pack(keys[some], values[some]))))
                 request = w.Request(w.EXCHANGE, number=since, epoch=epoch)
-                calls.append((link, link.send(request, self._layout.pack(keys[at], values[at]))))
+                calls.append((link, link.send(request, self._layout.pack(keys[last], values[last]))))
+            for link, call in parts:
+                link.wait(call)
             found, rows, behind = [], [], False
             for number, (link, call) in enumerate(calls):
                 reply = link.wait(call).reply
@@ -160,8 +170,8 @@ class RemoteStore:
                 self._since[number] = (reply.text or link.hello["epoch"], reply.number)
                 behind = behind or bool(reply.flags & w.BEHIND)
                 found.append(call.keys)
-                rows.append(call.values.astype(np.float32).reshape(-1, self.dim))
-        arrived = values.astype(np.float32, copy=False)
+                rows.append(self._layout.decode(call.values, self.dim))
+        arrived = self._layout.decode(values, self.dim)
         return Changes(np.concatenate(found), np.concatenate(rows), arrived, behind=behind)
 
     # ---- beyond
@@ -198,16 +208,13 @@ class RemoteStore:
         return [(link, np.flatnonzero(where == number)) for number, link in enumerate(self._links)]
 
     def _on_wire(self, floats: np.ndarray) -> np.ndarray:
-        if self._float == np.dtype("<f4"):
-            return np.ascontiguousarray(floats)
-        with np.errstate(over="ignore"):
-            halves = floats.astype(self._float)
-        if not np.isfinite(halves).all() and np.isfinite(floats).all():
+        values = self._layout.encode(floats)
+        if values.dtype == np.float16 and not np.isfinite(values).all() and np.isfinite(floats).all():
             raise ValueError(
                 f"got a number of magnitude {np.abs(floats).max():g}, expected at most 65504 for wire='fp16'; "
                 "scale the loss down, or connect with wire='fp32'"
             )
-        return halves
+        return values
 
     def _to_all(self, make: Any) -> None:
         calls = [(link, link.send(make(), self._layout.pack(None, None))) for link in self._links]
@@ -283,7 +290,7 @@ def connect(
                  PLSC_PS_SERVERS
     rank         this worker's number, for Sync (default: RANK, as torchrun sets it, else 0)
     run          refuses servers of another run (default: PLSC_PS_RUN, else "")
-    wire         what values and gradients travel as: fp32 or fp16
+    wire         what values and gradients travel as: fp32, fp16, or int8 with a scale a row
     token        (default: PLSC_PS_TOKEN) tls: file of the certificate authority; certificate: files of the worker's
                  own certificate and key, where servers ask for one; server_name: what theirs says, if not the address
     timeout      seconds without an answer after which a connection is made anew
@@ -319,7 +326,7 @@ def connect(
         rank=int(os.environ.get("RANK", "0")) if rank is None else rank,
         wire=wire,
         options=options,
-        headers=[] if token is None else [(b"authorization", b"Bearer " + token.encode())],
+        headers=w.bearer(token),
         tls=tls is not None,
         timeout=timeout,
         patience=patience,
@@ -337,11 +344,16 @@ def connect(
 
 def _link(address: str, access: Access) -> Link:
     """Waits for a server that is not there yet."""
-    began, pause = time.monotonic(), 0.05
+    began, pause, told = time.monotonic(), 0.05, False
     while True:
         try:
             return Link(address, access)
         except BROKEN as error:
+            if not told and time.monotonic() - began > SILENT:
+                told = True
+                logger.warning(
+                    "server %s is not there yet (%s); waiting up to %g s", address, sentence(error), access.patience
+                )
             if time.monotonic() - began > access.patience:
                 raise ServerLost(
                     f"server {address} was not reached for {access.patience:g} s ({sentence(error)}); "

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import struct
 import uuid
 import zlib
@@ -29,6 +30,8 @@ def reshard(saves: Sequence[str | PathLike[str]], folders: Sequence[str | PathLi
     if said != [(index, len(saves)) for index in range(len(saves))]:
         words = ", ".join(f"{index} of {count}" for index, count in said)
         raise ValueError(f"got saves of servers {words}; expected one of each, 0 to {said[0][1] - 1}")
+    if len({Path(folder).resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"got a folder twice in {', '.join(map(str, folders))}; every new server has one of its own")
     for folder in folders:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if any(Path(folder).iterdir()):
@@ -37,10 +40,15 @@ def reshard(saves: Sequence[str | PathLike[str]], folders: Sequence[str | PathLi
     for partial in partials:
         partial.mkdir()
     total = 0
-    for name in states[0]["tables"]:
-        total += _spread(
-            [Path(save) / f"{name}.table" for save in saves], [partial / f"{name}.table" for partial in partials]
-        )
+    try:
+        for name in states[0]["tables"]:
+            total += _spread(
+                [Path(save) / f"{name}.table" for save in saves], [partial / f"{name}.table" for partial in partials]
+            )
+    except BaseException:
+        for partial in partials:
+            shutil.rmtree(partial)
+        raise
     rounds = {name: max(state["tables"][name]["round"] for state in states) for name in states[0]["tables"]}
     for index, partial in enumerate(partials):
         # Workers of the old servers cannot go on with the new ones: nothing is remembered of their pushes.

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 LOOK = 0.5  # seconds between two looks at whether to save
 LOG_BYTES = 4 << 30  # of a log after which a save is made unasked
+REST = 60.0  # seconds after a save that failed; while one is tried, writes may have to wait
 QUIET = 10.0  # seconds that close() waits for requests under way
 PULL_KEYS = 16_384  # keys whose rows go as one message: the table fills one while the last travels
 
@@ -86,18 +88,22 @@ class Server:
         self.limit = limit_mb << 20
         self.durability = durability if folder is not None else "none"
         self.state: State | None = None
-        if folder is None:
-            self.hosts = {name: Host(table, name=name) for name, table in tables.items()}
-        else:
-            self.state = State(folder, durability=durability, index=index, count=count, sync=sync)
-            options = load_options or {name: {"locked": True} for name in tables}
-            self.hosts = self.state.load(tables, options)
-        self.meters = {name: Meter() for name in self.hosts}
-        self.closing = threading.Event()
-        self._service = _service(self, host, port, token, tls, client_ca)
-        self._host, self.port = host, int(self._service.port)
-        self.address = f"{f'[{host}]' if ':' in host else host}:{self.port}"
-        self._page = None if metrics_port is None else serve_page(host, metrics_port, self.metrics)
+        with ExitStack() as undo:  # a server that did not come up leaves its folder and its port to another
+            if folder is None:
+                self.hosts = {name: Host(table, name=name) for name, table in tables.items()}
+            else:
+                self.state = State(folder, durability=durability, index=index, count=count, sync=sync)
+                undo.callback(self.state.close)
+                options = load_options or {name: {"locked": True} for name in tables}
+                self.hosts = self.state.load(tables, options)
+            self.meters = {name: Meter() for name in self.hosts}
+            self.closing = threading.Event()
+            self._service = _service(self, host, port, token, tls, client_ca)
+            undo.callback(self._service.shutdown)
+            self._host, self.port = host, int(self._service.port)
+            self.address = f"{f'[{host}]' if ':' in host else host}:{self.port}"
+            self._page = None if metrics_port is None else serve_page(host, metrics_port, self.metrics)
+            undo.pop_all()
         self.metrics_port = None if self._page is None else self._page.server_address[1]
         if self.state is not None:
             threading.Thread(target=self._save_often, args=(save_every,), daemon=True).start()
@@ -130,9 +136,11 @@ class Server:
         ):
             time.sleep(0.01)
         if self.state is not None:
-            if save:
-                self.state.save()
-            self.state.close()
+            try:
+                if save:
+                    self.state.save()
+            finally:
+                self.state.close()
 
     def stats(self) -> dict[str, Any]:
         """What `plsc-ps stat` shows."""
@@ -145,17 +153,20 @@ class Server:
     def _save_often(self, seconds: float | None) -> None:
         """By the clock, and whenever the log has grown long: it is read at a restart, and fills the disk."""
         assert self.state is not None
-        last = time.monotonic()
+        last, failed = time.monotonic(), -REST
         while not self.closing.wait(LOOK):
             log, now = self.state.log, time.monotonic()
             if (log is None or log.size < LOG_BYTES) and (seconds is None or now - last < seconds):
+                continue
+            if now - failed < REST:
                 continue
             last = now
             try:
                 self.state.save()
             except Closing:
                 return
-            except OSError:
+            except Exception:
+                failed = time.monotonic()
                 logger.exception("could not save; training goes on, the last save stands")
 
     # ---- one worker's stream
@@ -242,7 +253,7 @@ class Server:
                     f"got a request of {received} bytes, expected at most {self.limit}; "
                     "make batches smaller or limit_mb larger"
                 )
-            arrays = _shaped(*came, host, request)
+            arrays = _shaped(*came, host, request, layout)
             keys = len(arrays[0])
             if request.kind == w.PUSH:
                 stale = max(0, host.writes - client.pulled)
@@ -269,16 +280,18 @@ class Server:
         reply = w.Reply(request.id, workers=host.num_workers)
         if request.kind == w.PULL:
             return self._pull(host, client, request, keys, layout, writer)
-        if request.kind == w.EXCHANGE:
+        if request.kind == w.EXCHANGE and request.flags & w.PART:
+            host.add(client, request.sequence, keys, values)
+        elif request.kind == w.EXCHANGE:
             found, rows, version, behind = host.exchange(
                 client, request.sequence, keys, values, epoch=request.epoch, since=request.number
             )
             reply.number, reply.text, reply.flags = version, host.epoch, w.BEHIND if behind else 0
-            rows = rows.astype(layout.dtype, copy=False)
+            rows = _on_wire(rows, layout)
             batch = layout.pack(found, rows)
             writer.write_with_metadata(batch, reply.pack())
             return int(found.nbytes + rows.nbytes)
-        if request.kind == w.PUSH:
+        elif request.kind == w.PUSH:
             shows, clicks = (None, None) if counts is None else np.ascontiguousarray(counts.T)
             reply.number = host.push(client, request.sequence, keys, values, shows=shows, clicks=clicks)
         elif request.kind == w.CONTRIBUTE:
@@ -297,17 +310,17 @@ class Server:
         self, host: Host, client: Client, request: w.Request, keys: np.ndarray, layout: w.Layout, writer: Any
     ) -> int:
         dim, create, sent = host.table.dim, bool(request.flags & w.CREATE), 0
-        dtype = layout.dtype
-        if len(keys) * dim * dtype.itemsize > 4 * self.limit:
+        row = layout.width(dim) * layout.dtype.itemsize  # bytes
+        if len(keys) * row > 4 * self.limit:
             raise w.Malformed(f"{len(keys)} rows of dim {dim} are too much for one answer; pull fewer keys at once")
         for start in range(0, max(len(keys), 1), PULL_KEYS):
             some = keys[start : start + PULL_KEYS]
             rows = w.empty_floats(len(some) * dim, np.dtype(np.float32)).reshape(len(some), dim)
             host.pull(client, some, rows, create=create)
             flags = w.MORE if start + PULL_KEYS < len(keys) else 0
-            batch = layout.pack(None, rows if dtype == np.float32 else rows.astype(dtype))
+            batch = layout.pack(None, _on_wire(rows, layout))
             writer.write_with_metadata(batch, w.Reply(request.id, flags=flags, workers=host.num_workers).pack())
-            sent += len(some) * dim * dtype.itemsize
+            sent += len(some) * row
         return sent
 
     # ---- questions outside a stream
@@ -328,18 +341,27 @@ class Server:
         raise ValueError(f"got action {name[:64]!r}, expected health, stat or save")
 
 
+def _on_wire(rows: np.ndarray, layout: w.Layout) -> np.ndarray:
+    """Rows as this stream has them; ValueError where a number is too large for its halves."""
+    values = layout.encode(rows)
+    if values.dtype == np.float16 and not np.isfinite(values).all():
+        raise ValueError(
+            f"a row holds {np.abs(rows).max():g}, expected at most 65504 for wire='fp16'; connect with wire='fp32'"
+        )
+    return values
+
+
 def _shaped(
-    keys: np.ndarray, values: np.ndarray, counts: np.ndarray, host: Host, request: w.Request
+    keys: np.ndarray, values: np.ndarray, counts: np.ndarray, host: Host, request: w.Request, layout: w.Layout
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """keys [K], values float32 [K, dim], counts [K, 2] or None, as the request's kind wants them."""
     dim = host.table.dim
     if request.kind in (w.PUSH, w.CONTRIBUTE, w.EXCHANGE):
-        if len(values) != len(keys) * dim:
+        if len(values) != (wanted := len(keys) * layout.width(dim)):
             raise w.Malformed(
-                f"got {len(values)} numbers for {len(keys)} keys, expected {len(keys) * dim}: table {host.name!r} "
-                f"has dim {dim}"
+                f"got {len(values)} numbers for {len(keys)} keys, expected {wanted}: table {host.name!r} has dim {dim}"
             )
-        values = values.astype(np.float32, copy=False).reshape(len(keys), dim)
+        values = layout.decode(values, dim)
     elif len(values):
         raise w.Malformed(f"a {w.KINDS[request.kind]} brings no values, got {len(values)}")
     if len(counts) not in (0, 2 * len(keys)) or (len(counts) and request.kind != w.PUSH):
@@ -352,6 +374,8 @@ def _check_access(host: str, token: str | None, tls: tuple[str, str] | None, cli
         raise ValueError("client_ca: workers' certificates need tls; give tls=(certificate, key)")
     if token is not None and len(token) < 16:
         raise ValueError(f"token: got {len(token)} characters, expected at least 16, as of `openssl rand -hex 16`")
+    if token is not None:
+        w.check_token(token)
     try:
         local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

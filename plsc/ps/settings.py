@@ -32,6 +32,7 @@ SERVER: dict[str, tuple[type, ...]] = {
     "limit_mb": (int,),
     "metrics_port": (int,),
 }
+_SECTIONS = {"server": "server", "tables": "tables.clicks"}
 # What Table.load wants again beside the file.
 _AGAIN = ("locked", "stripes", "arena", "admit_after", "admit_probability", "max_rows", "policy")
 
@@ -47,6 +48,9 @@ def read_settings(path: str | PathLike[str], overrides: Mapping[str, Any]) -> tu
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{where} is not TOML: {error}") from None
     _names(content, ("server", "tables"), f"{where}:")
+    for name in ("server", "tables"):
+        if not isinstance(content.get(name, {}), dict):
+            raise ValueError(f"{where}: {name} is {content[name]!r}, expected a section such as [{_SECTIONS[name]}]")
     server = dict(content.get("server", {}))
     _names(server, SERVER, f"{where}: [server]")
     for name, value in server.items():

@@ -15,7 +15,7 @@ except ImportError as error:  # pragma: no cover
     ) from None
 
 PROTOCOL = 1
-WIRES: dict[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2")}
+WIRES: dict[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "int8": np.dtype("i1")}
 
 PULL, PUSH, CONTRIBUTE, WAIT_ROUND, EXCHANGE, SET_LR = range(1, 7)
 KINDS = {PULL: "pull", PUSH: "push", CONTRIBUTE: "contribute", WAIT_ROUND: "wait_round", EXCHANGE: "exchange"}
@@ -24,7 +24,8 @@ WRITES = (PUSH, CONTRIBUTE, EXCHANGE, SET_LR)
 
 OK, REFUSED, MISSING, FAILED = range(4)  # of a reply: done; a bad request; a worker is missing; the server failed
 MORE, BEHIND = 1, 2  # flags of a reply: another part follows; the worker has missed changes
-CREATE = 1  # flag of a request
+CREATE = 1  # flag of a pull
+PART = 1  # flag of an exchange: the rest follows, and what others changed is answered with the last
 
 # Little-endian. Request: magic, kind, flags, workers, id, sequence, number (round or version), value (deadline, rate),
 # epoch.
@@ -34,6 +35,24 @@ _REPLY = struct.Struct("<4sBBHQQ")
 _MAGIC_REQUEST, _MAGIC_REPLY = b"PSq1", b"PSa1"
 
 _TYPES = {np.dtype("<u8"): pa.uint64(), np.dtype("<f4"): pa.float32(), np.dtype("<f2"): pa.float16()}
+_TYPES[np.dtype("i1")] = pa.int8()
+
+
+def check_token(token: str) -> None:
+    """ValueError where it could not travel as a header."""
+    if len(token) > 4096 or not (token.isascii() and token.isprintable()) or token != token.strip():
+        raise ValueError(
+            f"token: got {len(token)} characters, expected at most 4096, printable ASCII without blanks at the ends, "
+            "as of `openssl rand -hex 16`"
+        )
+
+
+def bearer(token: str | None) -> list[tuple[bytes, bytes]]:
+    """The headers that show a token."""
+    if token is None:
+        return []
+    check_token(token)
+    return [(b"authorization", b"Bearer " + token.encode())]
 
 
 class Malformed(ValueError):
@@ -98,7 +117,10 @@ class Reply:
 
 
 class Layout:
-    """Batches of one wire: one row of lists, keys [K], values [K * dim] in its type, counts (shows, clicks) [2 K]."""
+    """Batches of one wire: one row of lists, keys [K], values [K * width] in its type, counts (shows, clicks) [2 K].
+
+    The width of a row is its dim; of int8 it is 4 more, for the fp32 scale behind it.
+    """
 
     def __init__(self, wire: str) -> None:
         self.dtype = WIRES[wire]
@@ -107,6 +129,33 @@ class Layout:
         self._lists = [pa.list_(each) for each in self._inner]
         self._empty = [pa.array([[]], each) for each in self._lists]
         self.schema = pa.schema(list(zip(("keys", "values", "counts"), self._lists, strict=True)))
+
+    def width(self, dim: int) -> int:
+        return dim + 4 if self.dtype == np.int8 else dim
+
+    def encode(self, rows: np.ndarray) -> np.ndarray:
+        """Rows float32 [K, dim] as they travel, [K, width]. What is not finite stays so."""
+        if self.dtype == np.float32:
+            return np.ascontiguousarray(rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self.dtype == np.float16:
+                return rows.astype(self.dtype)
+            dim = rows.shape[1]
+            made = np.empty((len(rows), dim + 4), np.int8)
+            scales = np.abs(rows).max(axis=1, initial=0) / np.float32(127)
+            made[:, :dim] = np.rint(rows / np.where(scales > 0, scales, 1)[:, None])
+            made[:, dim:] = scales.astype("<f4")[:, None].view(np.int8)
+            return made
+
+    def decode(self, values: np.ndarray, dim: int) -> np.ndarray:
+        """Rows float32 [K, dim], of values flat or [K, width]; on their memory where nothing is to be done."""
+        if values.size % self.width(dim):
+            raise Malformed(f"got {values.size} numbers, expected rows of {self.width(dim)}")
+        rows = values.reshape(-1, self.width(dim))
+        if self.dtype != np.int8:
+            return rows.astype(np.float32, copy=False)
+        with np.errstate(invalid="ignore"):
+            return rows[:, :dim] * np.ascontiguousarray(rows[:, dim:]).view("<f4")
 
     def pack(self, keys: np.ndarray | None, values: np.ndarray | None, counts: np.ndarray | None = None) -> Any:
         """A batch on the memory of the arrays, which may have any shape."""

@@ -70,6 +70,9 @@ class WordLoop:
             thresholds, np.asarray(weights, np.float64), window, negatives, shared, seed, instructions
         )
         self._sides = [_side(store, self.num_words) for store in (inputs, outputs)]
+        # For Geo's pace: of an occurrence that stays, its pairs, and the steps of rows that are drawn against them.
+        self._keep, self._pairs = thresholds / 2.0**32, window + 1.0
+        self._drawn = (1.0 if shared else self._pairs) * negatives * weights / weights.sum()
 
     def train(self, tokens: np.ndarray, starts: np.ndarray, *, first: int, epoch: int, lr: float) -> Trained:
         """One pass over sentences tokens[starts[s] : starts[s + 1]] (int32, int64), of which the first has a number."""
@@ -81,6 +84,10 @@ class WordLoop:
             self._core.touched(*text, marks[0], marks[1])
         moves = [side.begin(np.flatnonzero(mark)) for side, mark in zip(self._sides, marks, strict=True)]
         done = self._core.train(*text, moves[0].addresses, moves[1].addresses, self.inputs.dim, lr)
+        if any(side.counts_steps for side in self._sides):
+            kept = np.bincount(tokens[starts[0] : starts[-1]], minlength=self.num_words) * self._keep
+            moves[0].steps = kept * self._pairs
+            moves[1].steps = moves[0].steps + kept.sum() * self._drawn
         for side, move in zip(self._sides, moves, strict=True):
             side.end(move)
         return Trained(*done)
@@ -94,16 +101,22 @@ class WordLoop:
 
 @dataclass
 class _Move:
-    """Where rows lie during one call: an address a word, 0 for none; of copies also their keys, now and before."""
+    """Where rows lie during one call: an address a word, 0 for none; of copies also their keys, now and before.
+
+    steps [V]: how often a row is stepped, on average over the draws.
+    """
 
     addresses: np.ndarray
     keys: np.ndarray
     rows: np.ndarray | None = None
     before: np.ndarray | None = None
+    steps: np.ndarray | None = None
 
 
 class _InPlace:
     """All rows of a table, where they are."""
+
+    counts_steps = False
 
     def __init__(self, table: Table, num_words: int) -> None:
         self._all = _Move(table.addresses(np.arange(num_words, dtype=np.uint64)), np.empty(0, np.uint64))
@@ -121,6 +134,7 @@ class _InCopy:
     def __init__(self, store: Geo, num_words: int) -> None:
         self._store = store
         self._addresses = np.zeros(num_words, np.uint64)
+        self.counts_steps = store.pace is not None
 
     def begin(self, words: np.ndarray) -> _Move:
         keys = words.astype(np.uint64)
@@ -131,11 +145,13 @@ class _InCopy:
         return _Move(self._addresses, keys)
 
     def end(self, move: _Move) -> None:
-        self._store.touch(move.keys)
+        self._store.touch(move.keys, None if move.steps is None else move.steps[move.keys].astype(np.float32))
 
 
 class _Pulled:
     """Rows that are pulled, trained here, and pushed as what they moved by."""
+
+    counts_steps = False
 
     def __init__(self, store: Store, num_words: int) -> None:
         if store.rule != SGD():

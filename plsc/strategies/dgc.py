@@ -65,13 +65,17 @@ class _Entry:
     """A compressed parameter. All flat tensors [n] are in the order of the parameter's memory."""
 
     param: nn.Parameter
-    flat: Tensor  # the parameter itself
     velocity: Tensor | None = None  # u: this rank's momentum
     residual: Tensor | None = None  # v: what this rank has not sent yet
 
     @property
+    def flat(self) -> Tensor:
+        """The parameter itself, wherever it lies by now."""
+        return _memory(self.param.detach())
+
+    @property
     def numel(self) -> int:
-        return self.flat.numel()
+        return self.param.numel()
 
     def state(self) -> tuple[Tensor, Tensor]:
         if self.velocity is None or self.residual is None:
@@ -121,8 +125,8 @@ class DGC:
         self.rest.measured = self.wide.measured = measured
         self._inside, self._between = _levels(comm)
         self.workers = comm.world_size if self._between is None else self._between.world_size  # that compress
-        self._entries = [_Entry(param, _memory(param.data)) for param in large]
-        self._checked: set[int] = set()
+        self._entries = [_Entry(param) for param in large]
+        self._places = self._layout()
         self._holds = False  # whether residuals may be unlike zero and momenta unlike on the ranks
         self.steps = 0  # attempted
         self._begin_step()
@@ -205,8 +209,11 @@ class DGC:
                 "the same to be trained throughout: what is still to be sent of it would stay behind; freeze it before "
                 "(fleet.replicate), or train without compress"
             )
-        if id(optimizer) in self._checked:
-            return
+        if self._layout() != self._places:
+            raise ValueError(
+                f"dgc: got compressed parameters of shapes and strides {self._layout()}, expected {self._places} as when "
+                "DGC was built: what is still to be sent lies in that order; build it last"
+            )
         if type(optimizer) is not SGD:
             raise ValueError(
                 f"dgc: got the optimizer {type(optimizer).__name__}, expected torch.optim.SGD: only its momentum can "
@@ -217,7 +224,6 @@ class DGC:
             raise ValueError("dgc: got an optimizer without some of the compressed parameters; give it all of them")
         if any(group["dampening"] or group["maximize"] for group in optimizer.param_groups):
             raise ValueError("dgc: got an optimizer with dampening or maximize; expected neither")
-        self._checked.add(id(optimizer))
 
     # ---- what it holds
 
@@ -338,8 +344,9 @@ class DGC:
 
     def _apply_sparse(self, mine: list[tuple[_Entry, dict[str, Any]]]) -> None:
         if self._inside is not None:
-            for work in [self._inside.all_reduce(flat) for flat in self.wide.flats]:
-                work.wait().div_(self._inside.world_size)
+            ranks = self._inside.world_size  # divided first: the sum of finite gradients may be none
+            for work in [self._inside.all_reduce(flat.div_(ranks)) for flat in self.wide.flats]:
+                work.wait()
         if self.clip_norm > 0:
             grads = [_grad(entry) for entry, _ in mine]
             norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads])))

@@ -38,10 +38,11 @@ class LocalSGDOptions:
     outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.begin < 0 or not self.outer_lr > 0 or not 0 <= self.outer_momentum < 1:
+        if self.every < 1 or self.begin < 0 or not 0 < self.outer_lr < math.inf or not 0 <= self.outer_momentum < 1:
             raise ValueError(
                 f"local_sgd: got every {self.every}, begin {self.begin}, outer_lr {self.outer_lr}, outer_momentum "
-                f"{self.outer_momentum}; expected every >= 1, begin >= 0, outer_lr > 0, outer_momentum in [0, 1)"
+                f"{self.outer_momentum}; expected every >= 1, begin >= 0, outer_lr a number > 0, outer_momentum "
+                "in [0, 1)"
             )
         if self.adaptive and self.every > MAX_PERIOD:
             raise ValueError(f"local_sgd: got every {self.every} with adaptive, expected at most {MAX_PERIOD}")
@@ -60,8 +61,12 @@ class _Bucket:
     anchors: list[Tensor]  # views of anchor
     moved: Tensor
     moves: list[Tensor]  # views of moved
-    outer: bool  # weights, which the outer optimizer steps; statistics are averaged
+    names: list[str]  # of statistics, which are averaged; empty for weights, which the outer optimizer steps
     velocity: Tensor | None = None  # of the outer optimizer
+
+    @property
+    def outer(self) -> bool:
+        return not self.names
 
 
 class LocalSGD:
@@ -89,15 +94,16 @@ class LocalSGD:
         """
         self.comm, self.options = comm, options or LocalSGDOptions()
         self.params: list[nn.Parameter] = replicated(module.parameters())
-        buffers = [buffer for buffer in module.buffers() if shard_of(buffer) is None]
-        statistics = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._counts = [buffer for buffer in buffers if not buffer.is_floating_point()]
+        buffers = {name: buffer for name, buffer in module.named_buffers() if shard_of(buffer) is None}
+        # By name: a forward may put a new tensor in the place of the old one.
+        self._module, self._statistics = module, [name for name, x in buffers.items() if x.is_floating_point()]
+        self._counts = [name for name in buffers if name not in self._statistics]
         reduction = make_reduction(reduce_dtype) if isinstance(reduce_dtype, str) else reduce_dtype
-        self._layout = [[list(x.shape), list(x.stride())] for x in (*self.params, *statistics)]
+        averaged = (*self.params, *(buffers[name] for name in self._statistics))
+        self._layout = [[list(x.shape), list(x.stride())] for x in averaged]
         about = [*map(str, self._layout), str(self.options), f"{len(self._counts)} counts", reduction.name]
         agree(comm, about, "what local SGD averages")
         self._weight_lanes, self._statistic_lanes = Lanes(reduction, comm, lanes=lanes), Lanes(Full(), comm)
-        self._statistics = statistics
         self.measured = bucket_mb == 0
         self._lay_out(measured_buckets(self.params, comm)[0] if self.measured else bucket_mb)
         self.steps = 0  # attempted
@@ -220,9 +226,12 @@ class LocalSGD:
     def _lay_out(self, bucket_mb: float) -> None:
         self.bucket_mb = bucket_mb
         self._buckets = [
-            *_buckets(self.params, bucket_mb=bucket_mb, outer=True),
-            *_buckets(self._statistics, bucket_mb=bucket_mb, outer=False),
+            *_buckets(self.params, bucket_mb=bucket_mb),
+            *_buckets(self._buffers(self._statistics), bucket_mb=bucket_mb, names=self._statistics),
         ]
+
+    def _buffers(self, names: Sequence[str]) -> list[Tensor]:
+        return [self._module.get_buffer(name) for name in names]
 
     @torch.no_grad()
     def _average(self, optimizer: Optimizer) -> None:
@@ -235,6 +244,13 @@ class LocalSGD:
         works = []
         for bucket in self._buckets:
             if not bucket.outer:
+                bucket.tensors = self._buffers(bucket.names)
+                for name, tensor, anchor in zip(bucket.names, bucket.tensors, bucket.anchors, strict=True):
+                    if tensor.shape != anchor.shape:
+                        raise ValueError(
+                            f"local_sgd: got buffer {name!r} of shape {list(tensor.shape)}, expected "
+                            f"{list(anchor.shape)} as when LocalSGD was built; keep its shape"
+                        )
                 torch._foreach_copy_(bucket.anchors, bucket.tensors)
                 works.append(self.comm.broadcast(bucket.anchor))
         for work in works:
@@ -247,7 +263,7 @@ class LocalSGD:
                 bucket.moved.mul_(share)
             lanes = self._weight_lanes if bucket.outer else self._statistic_lanes
             works.append(lanes.start(bucket.moved, turn=turn))
-        works += [self.comm.broadcast(count) for count in self._counts]
+        works += [self.comm.broadcast(count) for count in self._buffers(self._counts)]
         for work in works:
             work.wait()
         for bucket in self._buckets:
@@ -293,13 +309,25 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average_state(self, optimizer: Optimizer) -> None:
-        """The mean of what the optimizer keeps for every element; counters are the same on all ranks."""
-        found = [
-            value
-            for param in self.params
-            for value in optimizer.state.get(param, {}).values()
-            if isinstance(value, Tensor) and value.shape == param.shape and value.dim() and value.is_floating_point()
-        ]
+        """The mean of what the optimizer keeps, where a rank that has never used a parameter counts as zero.
+
+        Counters become those of the first rank that has used it.
+        """
+        about = [_describe(optimizer.state.get(param, {}), param) for param in self.params]
+        found = []
+        for param, kept in zip(self.params, zip(*self.comm.gather_objects(about), strict=True), strict=True):
+            for name, told in next(filter(None, kept), {}).items():
+                state = optimizer.state[param]
+                if told.averaged:
+                    if name not in state:
+                        state[name] = torch.zeros(told.shape, dtype=told.dtype, device=param.device)
+                    found.append(state[name])
+                elif told.dtype is None:
+                    state[name] = told.value
+                else:
+                    if name not in state:
+                        state[name] = torch.zeros((), dtype=told.dtype, device=param.device if told.beside else "cpu")
+                    state[name].fill_(told.value)
         works = []
         for indices in plan_buckets(found, bucket_mb=25.0, first_bucket_mb=25.0):
             some = [found[index] for index in indices]
@@ -309,6 +337,31 @@ class LocalSGD:
         for work, views, some in works:
             work.wait()
             torch._foreach_copy_(some, views)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """One thing that an optimizer keeps for a parameter, without what the ranks average."""
+
+    averaged: bool = False  # a tensor for its elements; else a number, such as what counts steps
+    value: Any = None  # of a number
+    dtype: torch.dtype | None = None  # of a tensor
+    shape: tuple[int, ...] = ()
+    beside: bool = True  # on the parameter's device
+
+
+def _describe(state: Mapping[str, Any], param: Tensor) -> dict[str, _Kept]:
+    """What a rank's optimizer keeps for a parameter; whatever is neither a number nor averaged stays with the rank."""
+    told = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            if value is None or isinstance(value, bool | int | float):
+                told[name] = _Kept(value=value)
+        elif value.is_floating_point() and name != "step" and (value.dim() or not param.dim()):
+            told[name] = _Kept(averaged=True, dtype=value.dtype, shape=tuple(value.shape))
+        elif not value.dim():
+            told[name] = _Kept(value=value.item(), dtype=value.dtype, beside=value.device == param.device)
+    return told
 
 
 def adapted_period(start: int, first: tuple[float, float], now: tuple[float, float], before: int) -> int:
@@ -324,11 +377,12 @@ def adapted_period(start: int, first: tuple[float, float], now: tuple[float, flo
     return max(1, min(MAX_PERIOD, math.ceil(math.sqrt(ratio) * start - 1e-9)))
 
 
-def _buckets(tensors: Sequence[Tensor], *, bucket_mb: float, outer: bool) -> list[_Bucket]:
+def _buckets(tensors: Sequence[Tensor], *, bucket_mb: float, names: Sequence[str] = ()) -> list[_Bucket]:
     made = []
     for indices in plan_buckets(tensors, bucket_mb=bucket_mb, first_bucket_mb=bucket_mb):
         some = [tensors[index] for index in indices]
         anchor, anchors = flat_views(some)
         moved, moves = flat_views(some)
-        made.append(_Bucket(some, anchor, anchors, moved, moves, outer))
+        called = [names[index] for index in indices] if names else []
+        made.append(_Bucket(some, anchor, anchors, moved, moves, called))
     return made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from plsc.comm import Communicator, Work, shard_of
 from plsc.strategies.fusion import measured_buckets
 from plsc.strategies.reduction import Lanes, Reduction, make_reduction
 
 ALIGN = 64  # bytes; a slot starts on a cache line, and vector loads of every width stay inside it
+_averaged_by = WeakTensorKeyDictionary()  # of each parameter a weak reference to its Reducer
 
 
 @dataclass
@@ -79,6 +83,7 @@ class Reducer:
         self.comm = comm
         self.sync = True  # False: gradients only pile up, as inside accumulate()
         kept = replicated(params)
+        _refuse_averaged(kept)
         self.measured = bucket_mb == 0
         if self.measured:
             bucket_mb, first_bucket_mb = measured_buckets(kept, comm)
@@ -188,14 +193,23 @@ class Reducer:
         self._next = 0  # the first bucket not launched yet
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         for slot in self._slots:
+            _averaged_by[slot.param] = weakref.ref(self)
             self._handles.append(slot.param.register_hook(_refuse_sparse(slot)))
             self._handles.append(slot.param.register_post_accumulate_grad_hook(self._hook(slot)))
         self.zero_grad()
 
     def _hook(self, slot: _Slot) -> Callable[[Tensor], None]:
-        """What autograd calls when the gradient of the slot's parameter has been added up."""
+        """What autograd calls when the gradient of the slot's parameter has been added up.
+
+        It holds neither the Reducer nor the parameter: a hook that did would keep both alive for ever, for Python
+        cannot see through autograd that nobody else has them.
+        """
+        weak = weakref.ref(self), weakref.ref(slot)
 
         def ready(param: Tensor) -> None:
+            self, slot = weak[0](), weak[1]()
+            if self is None or slot is None:
+                return
             if slot.bucket.work is not None:
                 raise RuntimeError(
                     f"{_name(slot)} got another gradient after its bucket was sent; call finish() after each backward, "
@@ -240,6 +254,23 @@ def replicated(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
             raise ValueError(f"got a tensor of {param.dtype}, leaf={param.is_leaf}; expected floating-point parameters")
         kept[id(param)] = param
     return list(kept.values())
+
+
+def _refuse_averaged(params: Sequence[nn.Parameter]) -> None:
+    """ValueError for a parameter that another Reducer averages: the second would find its gradient divided already."""
+
+    def taken() -> nn.Parameter | None:
+        owners = ((param, _averaged_by.get(param, lambda: None)()) for param in params)
+        return next((param for param, owner in owners if owner is not None and owner._handles), None)
+
+    if taken() is not None:
+        gc.collect()  # it may only wait for that
+    if (param := taken()) is not None:
+        raise ValueError(
+            f"got a parameter of shape {list(param.shape)} that another Reducer averages already; give all that is "
+            "trained together to one (fleet.replicate once, nn.ModuleList of modules that share weights), and call "
+            "remove() on one that is no longer used"
+        )
 
 
 def plan_buckets(params: Sequence[Tensor], *, bucket_mb: float, first_bucket_mb: float) -> list[list[int]]:
@@ -343,11 +374,12 @@ def _check_place(slot: _Slot) -> None:
 
 def _refuse_sparse(slot: _Slot) -> Callable[[Tensor | None], None]:
     """Looks at a gradient before autograd adds it to the bucket, where a sparse one would become dense unnoticed."""
+    name = _name(slot)
 
     def check(grad: Tensor | None) -> None:
         if grad is not None and grad.layout != torch.strided:
             raise ValueError(
-                f"{_name(slot)} got a gradient of layout {grad.layout}, expected a dense one; use sparse=False in the "
+                f"{name} got a gradient of layout {grad.layout}, expected a dense one; use sparse=False in the "
                 "embedding, or keep the parameter out of the Reducer"
             )
 

@@ -105,6 +105,8 @@ class Strategy:
             if self.local_sgd_args:
                 raise ValueError(f"strategy: got local_sgd_args {self.local_sgd_args} but local_sgd is 0")
             return None
+        if "every" in self.local_sgd_args:
+            raise ValueError(f"strategy: got every in local_sgd_args {self.local_sgd_args}; give it as local_sgd")
         return _options(LocalSGDOptions, {"every": self.local_sgd, **self.local_sgd_args}, "local_sgd_args")
 
     def _conflicts(self) -> list[tuple[str, str]]:

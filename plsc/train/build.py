@@ -263,6 +263,8 @@ def build_head(config: Config, classes: int, comm: Communicator) -> Head:
             )
         if ask.sample_rate != 1.0 or ask.sub_centers != 1 or ask.fused or ask.filter_threshold is not None or ask.store:
             raise ValueError("head.margin 'linear' takes no sample_rate, sub_centers, fused, filter_threshold or store")
+        if ask.product_dtype == "bf16":
+            raise ValueError("head.margin 'linear' takes no product_dtype 'bf16': it multiplies in fp32")
         return ClassParallelLinear(size, classes, comm=comm, seed=config.seed, cache_mb=ask.cache_mb)
     kept = {"weight_dtype": "fp32", "state_dtype": "fp32", "unsampled": "still"}
     asked = [f"{name}={getattr(ask, name)!r}" for name, usual in kept.items() if getattr(ask, name) != usual]
@@ -279,6 +281,7 @@ def build_head(config: Config, classes: int, comm: Communicator) -> Head:
         seed=config.seed,
         cache_mb=ask.cache_mb,
         cache_dtype=ask.cache_dtype,
+        product_dtype=ask.product_dtype,
         weight=build_store(config, comm) if ask.store else None,
         weight_dtype=ask.weight_dtype,
         head_optimizer=build_row_optimizer(config.optim, ask) if ask.fused else None,

@@ -18,7 +18,8 @@ import tomli_w
 
 from plsc.data.loader import POLICIES
 from plsc.data.transforms import AUGMENTS
-from plsc.ops.formats import STATE_DTYPES, WEIGHT_DTYPES
+from plsc.ops.checks import checked
+from plsc.ops.formats import PRODUCT_DTYPES, STATE_DTYPES, WEIGHT_DTYPES
 from plsc.strategies import Strategy
 
 RECIPES = "plsc.recipes"
@@ -81,6 +82,7 @@ class HeadConfig:
     store: str = ""  # sampled classes are rows of: memory | file | file:FOLDER | servers as host:port,...
     cache_mb: float = 256.0  # MiB that save computing exponentials again in the backward
     cache_dtype: str = "fp32"  # exponentials kept for the backward: fp32 | bf16
+    product_dtype: str = "auto"  # operands of matrix products: fp32 | bf16 | auto, on a GPU as weight_dtype has them
     extend_classes: bool = False  # on resume: more classes than the checkpoint has are allowed, new rows start fresh
 
 
@@ -151,8 +153,13 @@ class Config:
         _at_least(1, self.data, "image_size", "channels", "num_samples", where="data.")
         _at_least(0, self.data, "num_classes", "workers", "crop", "held_out", "per_class", where="data.")
         _at_least(1, self.model, "embedding_size", where="model.")
-        _at_least(0, self.head, "sample_rate", "cache_mb", where="head.")
-        _at_least(0, self.optim, "lr", "momentum", "weight_decay", "warmup_epochs", where="optim.")
+        checked("head.sample_rate", self.head.sample_rate, 0.0, 1.0, hint="; 1 is the exact softmax")
+        _at_least(0, self.head, "cache_mb", where="head.")
+        _at_least(1, self.head, "sub_centers", where="head.")
+        _at_least(0, self.optim, "lr", "weight_decay", "warmup_epochs", where="optim.")
+        checked("optim.momentum", self.optim.momentum, 0.0, 1.0, open_high=True)
+        for number, beta in enumerate(self.optim.betas):
+            checked(f"optim.betas[{number}]", beta, 0.0, 1.0, open_high=True)
         _at_least(1, self.eval, "num_pairs", "batch_size", where="eval.")
         _at_least(2, self.eval, "folds", where="eval.")
         _at_least(0, self.eval, "every", where="eval.")
@@ -166,6 +173,7 @@ class Config:
         _one_of("head.state_dtype", self.head.state_dtype, STATE_DTYPES)
         _one_of("head.unsampled", self.head.unsampled, ("still", "decayed"))
         _one_of("head.cache_dtype", self.head.cache_dtype, ("fp32", "bf16"))
+        _one_of("head.product_dtype", self.head.product_dtype, PRODUCT_DTYPES)
         _one_of("optim.name", self.optim.name, OPTIMIZERS)
         _one_of("optim.schedule", self.optim.schedule, SCHEDULES)
         _one_of("eval.task", self.eval.task, ("verification", "classification", "none"))

@@ -198,7 +198,8 @@ def kept_of(config: Config) -> Kept:
         bytes_per_class,
         fused=head.fused,
         deferred=head.fused and waits,
-        converted=head.weight_dtype != "fp32" or head.sample_rate < 1.0,
+        converted=(head.weight_dtype != "fp32") != few.half_products or head.sample_rate < 1.0,
+        half=few.half_products,
         temporaries=temporaries,
         sampled=head.sample_rate,
         centers=head.sub_centers,
@@ -269,7 +270,7 @@ def seconds_of(config: Config, classes: int, target: Target, backbone: Backbone,
         block=block_of(num_samples, dim, head.sub_centers, target),
         centers=head.sub_centers,
         cache_bytes=int(head.cache_mb * 2**20),
-        half=head.cache_dtype == "bf16",
+        half=head.cache_dtype == "bf16" or head.product_dtype == "bf16",
     )
     work = Work(
         classes * head.sub_centers,

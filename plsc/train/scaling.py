@@ -74,8 +74,8 @@ _H200 = Hardware(
     Links(7e-6, 360e9, per_host=8, latency_inside=3e-6, rate_inside=350e9),
     memory=141 * GB,
 )
-# Assumed, not measured by us: docs/scaling.md has the source of each number. The head multiplies in fp32; TF32 is what
-# torch.set_float32_matmul_precision("high") makes of it.
+# Assumed, not measured by us: docs/scaling.md has the source of each number. Products in fp32; TF32 is what
+# torch.set_float32_matmul_precision("high") makes of them, BF16 what they are for a split or bfloat16 weight.
 HARDWARE = {
     "V100": Hardware(
         of_gpu(flops=13e12, bandwidth=0.75e12, training=25e12),
@@ -84,6 +84,7 @@ HARDWARE = {
     ),
     "H200": _H200,
     "H200TF32": replace(_H200, device=replace(_H200.device, flops=300e12)),
+    "H200BF16": replace(_H200, device=replace(_H200.device, flops=590e12)),
 }
 
 
@@ -185,7 +186,8 @@ class Kept:
     bytes_per_class: float  # between steps, a torch optimizer's state included
     fused: bool = True  # rows are stepped in the backward; else the weight's whole gradient waits for the optimizer
     deferred: bool = False  # a fused head's rows wait as well: fp16, clipping, accumulation
-    converted: bool = False  # the weight is no fp32, or rows are gathered: a block is copied to be multiplied
+    converted: bool = False  # the weight is not what is multiplied, or rows are gathered: a block is copied for that
+    half: bool = False  # products have operands in bfloat16
     temporaries: int = 0  # of the whole weight that a torch optimizer's step takes, fp32
     sampled: float = 1.0
     centers: int = 1
@@ -206,14 +208,18 @@ def workspace_bytes(
         return 0
     step, centers = min(block, num_rows), kept.centers
     num_blocks = -(-num_rows // block)
-    width = 2 if cache_half else 4
+    apart = cache_half or kept.half  # logits are no place for what is kept of them
+    width = 2 if apart else 4
     num_cached = min(cache_bytes // (num_samples * step * centers * width), num_blocks)
     cached_rows = min(num_cached * block, num_rows)
     total = 4 * step * centers + width * num_samples * cached_rows * centers
-    if cache_half or num_cached < num_blocks:
-        total += 4 * num_samples * (step if cache_half else min(block, num_rows - num_cached * block)) * centers
+    rest = min(block, num_rows - num_cached * block)
+    if apart or num_cached < num_blocks:
+        total += 4 * num_samples * (step if apart else rest) * centers
+    if kept.half:  # the exponentials that do not stay, and a block's part of the embeddings' gradient
+        total += 2 * num_samples * max(rest, 0) * centers + 4 * num_samples * dim
     if kept.converted:
-        total += 4 * step * centers * dim
+        total += (2 if kept.half else 4) * step * centers * dim
     if kept.fused and not kept.deferred:
         total += 4 * step * centers * dim
     return total

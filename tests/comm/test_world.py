@@ -105,6 +105,16 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
             "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 MASTER_ADDR=h0",
             Launch(1, 2, 0, "h0", "29500"),
         ),
+        (  # mpirun inside of a Slurm job starts a daemon on each host by srun, and ranks inherit its number
+            "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 MASTER_ADDR=n1 "
+            "SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=n[1-2] SLURM_JOB_ID=5",
+            Launch(5, 8, 1, "n1", "29500"),
+        ),
+        (  # a batch script that says how many ranks srun is to start
+            "SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=2 MASTER_ADDR=h7 MASTER_PORT=1234 WORLD_SIZE=2",
+            Launch(1, 2, 1, "h7", "1234"),
+        ),
+        ("RANK= WORLD_SIZE= MASTER_ADDR= LOCAL_RANK=", None),  # a template that was not filled in
         ("", None),
     ],
 )
@@ -124,7 +134,18 @@ def test_launchers_are_understood(environment: str, expected: Launch | None, mon
         ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=x MASTER_ADDR=h0 MASTER_PORT=1", "LOCAL_RANK=x"),
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=h0 MASTER_PORT=http", "port http; expected"),
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=h0 MASTER_PORT=70000", "port 70000; expected"),
-        ("WORLD_SIZE=4 MASTER_ADDR=h0", "sets WORLD_SIZE=4 and MASTER_ADDR but no rank"),  # a Job that is not Indexed
+        ("WORLD_SIZE=4 MASTER_ADDR=h0", "sets WORLD_SIZE=4 but no rank"),  # a Job that is not Indexed
+        ("WORLD_SIZE=4", "sets WORLD_SIZE=4 but no rank.*unset WORLD_SIZE"),
+        ("RANK= WORLD_SIZE=4 MASTER_ADDR=h0 MASTER_PORT=1", "sets WORLD_SIZE=4 but no rank"),
+        ("RANK=0 WORLD_SIZE= MASTER_ADDR=h0 MASTER_PORT=1", "sets RANK but not WORLD_SIZE"),
+        (
+            "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=n1 WORLD_SIZE=8",
+            "SLURM_STEP_NUM_TASKS=2 and WORLD_SIZE=8, expected the same",
+        ),
+        (
+            "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 MASTER_ADDR=h0 WORLD_SIZE=4",
+            "OMPI_COMM_WORLD_SIZE=2 and WORLD_SIZE=4",
+        ),
         ("JOB_COMPLETION_INDEX=0 MASTER_ADDR=h0", "sets JOB_COMPLETION_INDEX but not WORLD_SIZE"),
         ("JOB_COMPLETION_INDEX=0 WORLD_SIZE=2", "sets JOB_COMPLETION_INDEX but not MASTER_ADDR"),
         ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4", "sets OMPI_COMM_WORLD_RANK but not MASTER_ADDR"),

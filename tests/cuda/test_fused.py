@@ -83,6 +83,22 @@ def test_exponentials_of_the_sweep(launch: Any, generator: torch.Generator, monk
     assert dots[1, 0] == 0 and dots[2, 699] == 0 and dots[3, 17] == 0
 
 
+def test_exponentials_rounded_in_the_same_pass(launch: Any, generator: torch.Generator, monkeypatch: Any) -> None:
+    """To bfloat16, from products that are not scaled yet; their sums are of what was not rounded."""
+    launcher = launch(order=2)
+    monkeypatch.setattr(fused, "launcher_for", lambda device: launcher)
+    dots, inverse = torch.randn(5, 700, generator=generator) / 8, torch.rand(700, generator=generator) + 0.5
+    given: dict[str, Any] = {"place": torch.tensor([-1, 3, 702, 20, 9999]), "start": 3, "shift": 4.0, "scale": 64.0}
+    halves = [torch.empty(5, 700, dtype=torch.bfloat16) for _ in range(2)]
+    totals = [torch.ones(5), torch.ones(5)]
+    assert fused.exponentials(dots, inverse, total=totals[0], out=halves[0], **given)
+    assert native.exponentials(dots, inverse, total=totals[1], out=halves[1], **given) is halves[1]
+    assert [*launcher.launched] == ["softmax.exp_rows_float_bf16"]
+    apart = steps_apart(*halves)
+    assert apart.max() <= 1 and (apart > 0).float().mean() < 0.01
+    torch.testing.assert_close(*totals, rtol=1e-5, atol=0)
+
+
 def test_what_no_kernel_knows_is_left_alone() -> None:
     """No launcher on a CPU; other rules, shapes and types."""
     weight, grad = torch.zeros(3, 4), torch.ones(3, 4)
@@ -95,15 +111,16 @@ def test_what_no_kernel_knows_is_left_alone() -> None:
     assert not fused.exponentials(grad, torch.ones(4), place=place, start=0, shift=0.0, total=torch.zeros(3))
 
 
+@pytest.mark.parametrize("products", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["fp32", "split", "bf16"])
-def test_head_over_the_kernels(launch: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_head_over_the_kernels(launch: Any, monkeypatch: pytest.MonkeyPatch, kind: str, products: str) -> None:
     """The whole head, its sweep's two steps by kernels, against itself in plain torch: losses, gradients, weights."""
     launcher = launch(order=3)
     monkeypatch.setattr(fused, "launcher_for", lambda device: launcher)
 
     def trained() -> tuple[plsc.ClassParallelHead, Tensor, Tensor]:
         optimizer = plsc.SGD(0.05, momentum=0.9, weight_decay=1e-3, state_dtype="bf16")
-        kept = {"weight_dtype": kind, "block": 32, "seed": 3, "cache_mb": 0.0}
+        kept = {"weight_dtype": kind, "product_dtype": products, "block": 32, "seed": 3, "cache_mb": 0.0}
         head = plsc.ClassParallelHead(24, 101, head_optimizer=optimizer, **kept)
         generator, losses = torch.Generator().manual_seed(4), []
         for _ in range(3):
@@ -123,8 +140,9 @@ def test_head_over_the_kernels(launch: Any, monkeypatch: pytest.MonkeyPatch, kin
     monkeypatch.setattr(native, "exponentials", exponentials)
     monkeypatch.setattr(native, "step", fused.step)
     ours, our_losses, our_grad = trained()
-    used = {name.rpartition("_")[0] for name in launcher.launched}
-    assert used == {"softmax.exp_rows_float", f"update.sgd_{'float' if kind == 'fp32' else kind}"}
+    stored = "float" if products == "fp32" else "bf16"
+    rows = "float" if kind == "fp32" else kind
+    assert {*launcher.launched} == {f"softmax.exp_rows_float_{stored}", f"update.sgd_{rows}_bf16"}
     torch.testing.assert_close(our_losses, losses, rtol=2e-3 if kind == "bf16" else 1e-4, atol=0)
     torch.testing.assert_close(our_grad, grad, rtol=1e-2, atol=1e-3)
     apart = (ours.weight.float() - plain.weight.float()).abs() / plain.weight.float().abs().amax()

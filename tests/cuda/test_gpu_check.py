@@ -178,6 +178,8 @@ def test_head_of_kernels_is_right(check: ModuleType, launch: Any, by: str) -> No
     launcher = launch(order=4) if by == "kernels" else None
     assert module.check(torch.device("cpu"), form="fp32") < 1e-5
     assert module.check(torch.device("cpu"), form="split") < 1e-2  # the products' operands are bfloat16
+    assert module.check(torch.device("cpu"), what="head", form="fp32") < 1e-5
+    assert 1e-5 < module.check(torch.device("cpu"), what="head", form="split") < 1e-2
     assert launcher is None or "update.sgd_split_bf16" in launcher.launched
 
 

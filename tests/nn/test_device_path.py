@@ -70,6 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sampled": ("mag", {"head_optimizer": SGD(0.1, **MOMENTUM), "sample_rate": 0.3}),
     "decayed": ("cos", {"head_optimizer": SGD(0.1, **MOMENTUM, unsampled="decayed"), "sample_rate": 0.3}),
     "far": ("far", {"head_optimizer": SGD(0.1), "block": 2}),
+    "halves": ("ada", {"head_optimizer": SGD(0.1, **MOMENTUM), "block": 3, "product_dtype": "bf16"}),
     "linear": ("linear", {"block": 4}),
 }
 

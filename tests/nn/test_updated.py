@@ -104,7 +104,7 @@ def test_three_fused_steps_are_those_of_the_textbook(variant: str, margin: str, 
     torch.testing.assert_close(torch.cat([each[2] for each in found]), weight, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("scale", [1.0, 16.0, 64.0, 77.9, 78.1, 128.0])
+@pytest.mark.parametrize("scale", [1.0, 16.0, 64.0, 64.1, 78.0, 128.0])
 @pytest.mark.parametrize("near", [False, True])
 def test_float32_is_exact_to_rounding_at_every_scale(scale: float, near: bool) -> None:
     """On both sides of exp's range, with cosines all over and with all of them near -1, where a shift by s/2 fails."""

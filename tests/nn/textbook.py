@@ -14,7 +14,21 @@ def reference_losses(
 ) -> Tensor:
     """Loss of each sample by the textbook: the whole matrix, log_softmax, autograd. rows: classes that take part."""
     norms = x.norm(dim=1)
-    cos = torch.einsum("bd,c...d->bc...", x / norms[:, None], F.normalize(w, dim=-1))
+    return losses_of(margin, x / norms[:, None], norms, y, w, rows=rows, threshold=threshold)
+
+
+def losses_of(
+    margin: nn.Margin,
+    unit: Tensor,
+    norms: Tensor,
+    y: Tensor,
+    w: Tensor,
+    *,
+    rows: Tensor | None = None,
+    threshold: float | None = None,
+) -> Tensor:
+    """The same from embeddings that are taken to have length 1, and their former lengths."""
+    cos = torch.einsum("bd,c...d->bc...", unit, F.normalize(w, dim=-1))
     cos = cos.amax(2) if cos.dim() == 3 else cos
     valid = y >= 0
     index = y.clamp_min(0)[:, None]

@@ -83,10 +83,19 @@ def test_deferred_updates_nest_and_end() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SGD(-0.1), "lr=-0.1"),
+        (lambda: SGD(-0.1), "lr is -0.1"),
+        (lambda: SGD("0.1"), "lr is '0.1', expected a finite number"),
+        (lambda: SGD(float("inf")), "lr is inf, expected a finite number"),
         (lambda: SGD(0.1, momentum=1.0), "momentum is 1.0"),
         (lambda: SGD(0.1, nesterov=True), "nesterov needs"),
-        (lambda: AdamW(0.1, -1.0), "weight_decay=-1.0"),
+        (lambda: AdamW(0.1, -1.0), "weight_decay is -1.0"),
+        (lambda: AdamW(0.1, betas=(1.0, 0.9)), r"betas\[0\] is 1.0, expected a finite number in \[0, 1\)"),
+        (lambda: AdamW(0.1, betas=(0.9, -0.1)), r"betas\[1\] is -0.1"),
+        (lambda: AdamW(0.1, betas=(0.9,)), r"betas is \(0.9,\), expected two numbers"),
+        (lambda: AdamW(0.1, betas=0.9), "betas is 0.9, expected two numbers"),
+        (lambda: AdamW(0.1, eps=-1.0), "eps is -1.0"),
+        (lambda: LARS(0.1, momentum=1.5), "momentum is 1.5"),
+        (lambda: LARS(0.1, trust=0.0), r"trust is 0.0, expected a finite number in \(0, inf\)"),
     ],
 )
 def test_bad_arguments(make: Any, message: str) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from plsc.ps import Adagrad, Table
-from plsc.ps.geo import Geo
+from plsc.ps.geo import Geo, weights
 from plsc.ps.host import Host, Seat
 from plsc.ps.modes import Async, Communicator, Direct, HalfAsync, Sync
 from plsc.ps.store import WorkerMissing, merge, place
@@ -314,6 +314,39 @@ def test_geo_weighs_by_the_workers_and_the_rest_is_not_forgotten() -> None:
     assert Geo(Seat(host), every=1).store.num_workers == 2  # the default weight is then a half
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_geo_at_a_pace_goes_as_far_as_all_steps_one_after_the_other(workers: int) -> None:
+    """Rows of a quadratic, stepped by every worker 1, 5 and 2,000 times between two exchanges: as one worker alone."""
+    pace, repeats, target = 0.01, np.array([1, 5, 2000]), np.float32([3.0, -1.0, 2.0])[:, None]
+    host = Host(Table(DIM, rule="sgd", lr=1.0, init="zeros", locked=True))
+    crew = [Geo(Seat(host, rank=rank), every=1, pace=pace, workers=workers, overlap=True) for rank in range(workers)]
+    for geo in crew:
+        rows = geo.pull(KEYS[:3])
+        way = (1 - (1 - pace) ** repeats)[:, None]
+        geo.local.add(KEYS[:3], (way * (target - rows)).astype(np.float32))
+    for geo in crew:  # all have moved before the first exchange
+        geo.touch(KEYS[:3], repeats.astype(np.float32))
+        geo.flush()
+    alone = target * (1 - (1 - pace) ** (repeats * workers))[:, None]
+    np.testing.assert_allclose(host.table.pull(KEYS[:3]), np.repeat(alone, DIM, 1), rtol=1e-5)
+    for geo in crew:
+        geo.close()
+
+
+def test_weights_of_rows() -> None:
+    steps = np.array([0.0, 1.0, 10.0, 1e9])
+    np.testing.assert_allclose(weights(steps, 1e-6, 4), [1, 1, 1, 1 / 4], rtol=1e-4)
+    np.testing.assert_allclose(weights(steps, 0.3, 1), 1)
+    by_hand = (1 - 0.7**40) / (4 * (1 - 0.7**10))
+    np.testing.assert_allclose(weights(steps, 0.3, 4)[2], by_hand, rtol=1e-6)
+    pushed = Geo(Seat(Host(table())), every=2, pace=0.3, workers=4)  # a push is one step of each of its keys
+    start, ones = pushed.pull(KEYS[:2]).copy(), np.ones((1, DIM), np.float32)
+    for keys in (KEYS[:1], KEYS[:1]):
+        pushed.push(keys, ones)
+    moved = pushed.store.pull(KEYS[:1]) - start[:1]
+    np.testing.assert_allclose(moved, -2 * 0.5 * (1 - 0.7**8) / (4 * (1 - 0.7**2)), rtol=1e-5)
+
+
 def test_geo_brings_what_others_changed_and_only_what_is_held() -> None:
     host = Host(table())
     one, two = (Geo(Seat(host, rank=rank), every=1, weight=1.0) for rank in range(2))
@@ -419,6 +452,9 @@ def test_the_same_write_twice_is_one_write() -> None:
         (lambda s: Geo(s, every=0), "every: got 0"),
         (lambda s: Geo(s, every="often"), "every: got 'often'"),
         (lambda s: Geo(s, weight=2.0), "weight: got 2.0"),
+        (lambda s: Geo(s, weight=0.5, pace=0.1), r"got pace=0\.1, weight=0\.5"),
+        (lambda s: Geo(s, pace=1.0), r"got pace=1\.0"),
+        (lambda s: Geo(s, pace=0.1).touch(KEYS[:1], -np.ones(1, np.float32)), "steps: got a negative number"),
         (lambda s: Geo(s, workers=0), "workers: got 0"),
     ],
 )

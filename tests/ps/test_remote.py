@@ -144,11 +144,33 @@ def test_half_floats_on_the_wire(cluster: Callable[..., Cluster]) -> None:
     assert there.push(KEYS[:1], np.full((1, DIM), np.inf, np.float32)) == 1  # the table's business, not the wire's
 
 
-def test_geo_with_half_floats_remembers_what_it_could_not_send(cluster: Callable[..., Cluster]) -> None:
+def test_bytes_with_a_scale_a_row_on_the_wire(cluster: Callable[..., Cluster]) -> None:
+    """Each number is at most half a step of 1/127 of its row's largest away; nothing else travels in another form."""
+    here, made = table(), cluster(2)
+    there = made.connect(wire="int8")
+    keys, grads = batches(1, 3)[0]
+    keys, at = np.unique(keys, return_index=True)
+    grads = grads[at]
+    grads[0], grads[1] = 0, 1e-30
+    rows = here.pull(keys)
+    bound = np.abs(rows).max(1, keepdims=True) / 254 * 1.0001
+    assert (np.abs(there.pull(keys) - rows) <= bound).all()
+    there.push(keys, grads)
+    scales = (np.abs(grads).max(1, keepdims=True) / np.float32(127)).astype(np.float64)
+    here.push(keys, (np.rint(grads / np.where(scales > 0, scales, 1)) * scales).astype(np.float32))
+    np.testing.assert_allclose(made.connect().pull(keys), here.pull(keys), rtol=1e-5)
+    bad = np.eye(3, DIM, dtype=np.float32)
+    bad[0, 1], bad[1, 0] = np.nan, np.inf
+    assert there.push(KEYS[:3], bad) == 2
+    assert there.pull(KEYS[:0]).shape == (0, DIM)
+
+
+@pytest.mark.parametrize("wire", ["fp16", "int8"])
+def test_geo_with_few_bits_remembers_what_it_could_not_send(cluster: Callable[..., Cluster], wire: str) -> None:
     """What rounding took from one difference is in the next: the error does not grow with the number of exchanges."""
     made = cluster(1)
     before = made.connect().pull(KEYS[:1])
-    geo = Geo(made.connect(wire="fp16"), every=1, weight=1.0)
+    geo = Geo(made.connect(wire=wire), every=1, weight=1.0)
     for _ in range(200):
         geo.push(KEYS[:1], np.full((1, DIM), 0.0123, np.float32))
     geo.close()

@@ -176,6 +176,7 @@ MODES: dict[str, Callable[[Seat], Any]] = {
     "async": lambda seat: Async(seat, merge=1, staleness=0),
     "sync": lambda seat: Sync(seat, workers=1),
     "geo": lambda seat: Geo(seat, every=2),
+    "geo, each row at its pace": lambda seat: Geo(seat, every=2, pace=0.01),
 }
 
 
@@ -193,6 +194,29 @@ def test_one_worker_in_any_mode_equals_tables_here(mode: str) -> None:
     for table, wanted in zip(served, here, strict=True):
         # Differences are rounded on their way: to the copy's bits in Geo, to the pushes' elsewhere.
         np.testing.assert_allclose(values(table), values(wanted), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_steps_are_counted_as_they_are_drawn(shared: bool) -> None:
+    """What a Geo's copy is told of a long text: steps on average, against those of the twin's draws."""
+    random = np.random.default_rng(3)
+    tokens = np.minimum(random.zipf(1.3, 40_000) - 1, WORDS - 1).astype(np.int32)
+    starts = np.arange(0, len(tokens) + 1, 2_000)
+    told: list[np.ndarray] = []
+
+    class Told(Geo):
+        def touch(self, keys: Any, steps: Any = None) -> None:
+            told.append(np.bincount(keys.astype(np.int64), steps, WORDS))
+
+    stores = tuple(Told(Seat(Host(table)), every=9, pace=0.01) for table in tables(2, locked=True))
+    loop = loop_on(stores, window=3, negatives=4, shared=shared)
+    pairs = loop.train(tokens, starts, first=0, epoch=0, lr=0.1).pairs
+    noise = WEIGHTS / WEIGHTS.sum()
+    kept = np.bincount(tokens, minlength=WORDS) * KEEP
+    np.testing.assert_allclose(told[0].sum(), pairs, rtol=0.02)
+    np.testing.assert_allclose(told[0], kept * 4, rtol=1e-5)
+    drawn = kept.sum() if shared else pairs
+    np.testing.assert_allclose(told[1], kept * 4 + 4 * drawn * noise, rtol=0.02)
 
 
 def test_threads_share_rows() -> None:

@@ -476,6 +476,50 @@ def test_only_sgd() -> None:
         dgc.check(torch.optim.SGD([weight], 0.1, momentum=0.9, dampening=0.5))
     with pytest.raises(ValueError, match="without some of the compressed parameters"):
         dgc.check(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    dgc.check(optimizer)
+    optimizer.param_groups[0]["dampening"] = 0.5
+    with pytest.raises(ValueError, match="dampening or maximize"):  # looked at in every step
+        dgc.check(optimizer)
+
+
+@pytest.mark.parametrize("density", [1.0, 0.1])
+def test_weights_that_were_put_elsewhere_are_trained_there(density: float) -> None:
+    """Averages of weights are swapped in and out so, and vector_to_parameters does it."""
+
+    def body(comm: Communicator, moving: bool) -> Tensor:
+        model = copy.deepcopy(MODEL)
+        options = DGCOptions(density=density, min_numel=1, fallback=False)
+        dgc, optimizer = DGC(model.parameters(), comm, options=options), torch.optim.SGD(model.parameters(), **SETTINGS)
+        for step in range(4):
+            if moving and step == 2:
+                nn.utils.vector_to_parameters(weights(model).clone(), model.parameters())
+            loss_of(model, step, comm).backward()
+            assert dgc.step(optimizer)
+        return weights(model)
+
+    stayed = same_bits(run_ranks(2, lambda comm: body(comm, False)))
+    assert torch.equal(same_bits(run_ranks(2, lambda comm: body(comm, True))), stayed)
+    model = copy.deepcopy(MODEL)
+    dgc = DGC(model.parameters(), LocalCommunicator("cpu"), options=ALL)
+    model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    with pytest.raises(ValueError, match=r"shapes and strides .* expected .* as when DGC was built"):
+        dgc.check(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_finite_gradients_of_a_host_do_not_overflow_in_their_sum() -> None:
+    def body(comm: Communicator) -> tuple[Tensor, Tensor]:
+        weight = nn.Parameter(torch.zeros(8, 8))
+        dgc = DGC([weight], Hierarchical(comm, hosts=2), options=sparse(0.25))
+        (weight * 3e38).sum().backward()
+        assert dgc.step(torch.optim.SGD([weight], 1e-38))
+        residual = dgc._entries[0].residual
+        assert residual is not None
+        return weight.detach(), residual
+
+    for weight, residual in run_ranks(4, body):
+        assert sorted(weight.flatten().tolist())[15:17] == [pytest.approx(-3.0), 0.0] and weight.min() >= -3.01
+        assert residual.isfinite().all() and (residual == 0).sum() == 16
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,87 @@ def test_statistics_are_the_mean_of_the_ranks_at_each_meeting(way: str) -> None:
         torch.testing.assert_close(got, (mean, var), rtol=1e-12, atol=1e-12)
 
 
+def test_buffers_that_a_forward_puts_anew_are_averaged() -> None:
+    class Follows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("calls", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean, self.calls = 0.5 * self.mean + 0.5 * x.mean(0), self.calls + 1
+            return x * self.scale
+
+    def body(comm: Communicator) -> None:
+        model = Follows()
+        local = LocalSGD(model, comm, options=LocalSGDOptions(every=2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            local.begin_step()
+            model(torch.full((3, 2), comm.rank + 1.0))
+            local.end_step(optimizer)
+        assert torch.allclose(model.mean, torch.full((2,), 0.75 * 1.5)) and int(model.calls) == 2
+        model.mean = torch.zeros(3)
+        local.end_step(optimizer)
+        with pytest.raises(ValueError, match=r"buffer 'mean' of shape \[3\], expected \[2\]"):
+            local.meet(optimizer)
+
+    run_ranks(2, body)
+
+
+KEEP = {
+    "SGD": {"momentum": 0.9},
+    "AdamW": {"amsgrad": True},
+    "Adafactor": {},
+    "NAdam": {},
+    "Adagrad": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "ASGD": {},
+}
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_a_meeting_leaves_the_same_state_of_every_optimizer(name: str) -> None:
+    """Also of a single number, of factors of other shapes, and of a weight that one rank has never used."""
+
+    def body(comm: Communicator) -> list[dict[str, Any]]:
+        matrix, scale, own = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(2))
+        model = nn.ParameterList([matrix, scale, own])
+        local = LocalSGD(model, comm, options=LocalSGDOptions(every=2))
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **KEEP[name])
+        before = []
+        for step in range(3):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(3 * step + comm.rank))
+            loss = (matrix * x).sum() * scale + (own.sum() if comm.rank == 1 else 0)
+            optimizer.zero_grad()
+            loss.backward()
+            local.begin_step()
+            optimizer.step()
+            before = [dict(optimizer.state[param]) for param in model]
+            local.end_step(optimizer)
+        copies = comm.gather_objects([{k: copy.deepcopy(v) for k, v in state.items()} for state in before])
+        local.meet(optimizer)
+        after = [optimizer.state[param] for param in model]
+        for place, param in enumerate(model):
+            ranks = [state[place] for state in copies]
+            assert set(after[place]) == set(ranks[1])
+            for key, value in after[place].items():
+                theirs = [torch.as_tensor(state[key]) for state in ranks if key in state]
+                want = theirs[0]
+                if key != "step" and (want.dim() or not param.dim()):
+                    want = torch.stack(theirs).sum(0) / 2
+                torch.testing.assert_close(torch.as_tensor(value), want)
+        kept = [copy.deepcopy(dict(state)) for state in after]
+        optimizer.step()  # what was made for a rank is whole
+        return kept
+
+    one, two = run_ranks(2, body)
+    for mine, theirs in zip(one, two, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in mine)
+
+
 def test_ranks_may_weigh_by_their_samples() -> None:
     def body(comm: Communicator) -> float:
         model = nn.Linear(1, 1, bias=False)

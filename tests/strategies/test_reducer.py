@@ -352,6 +352,29 @@ def test_remove_takes_the_hooks_off() -> None:
     run_ranks(2, rank)
 
 
+def test_a_parameter_of_two_reducers_is_refused() -> None:
+    """The second would divide again what the first has divided: half the gradient on two ranks."""
+
+    def rank(comm: Communicator) -> None:
+        param, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        first = Reducer([param], comm)
+        with pytest.raises(ValueError, match=r"shape \[2\] that another Reducer averages already"):
+            Reducer([other, param], comm)
+        first.remove()
+        second = Reducer([other, param], comm)
+        (param.sum() * (comm.rank + 1)).backward()
+        second.finish()
+        assert param.grad is not None and param.grad.tolist() == [1.5, 1.5]
+        del first, second  # as a cell of a notebook that is run again
+        third = Reducer([param], comm)
+        third.zero_grad()
+        (param.sum() * (comm.rank + 1)).backward()
+        third.finish()
+        assert param.grad.tolist() == [1.5, 1.5]
+
+    run_ranks(2, rank)
+
+
 def test_ranks_that_differ_are_named() -> None:
     def rank(comm: Communicator) -> None:
         Reducer([nn.Parameter(torch.ones(2 + comm.rank // 2))], comm)

@@ -49,6 +49,7 @@ CHOICES: dict[str, st.SearchStrategy] = {
     "state_dtype": st.sampled_from(["fp32", "bf16", "int8"]),
     "unsampled": st.sampled_from(["still", "decayed"]),
     "cache_dtype": st.sampled_from(["fp32", "bf16"]),
+    "product_dtype": st.sampled_from(["auto", "fp32", "bf16"]),
     "amp": st.sampled_from(["fp32", "bf16", "fp16"]),
     "recompute": st.sampled_from(["none", "full", "selective", "every:2", "blocks:0-3,7"]),
     "reduce_dtype": st.sampled_from(["fp32", "bf16"]),  # fp16 does not go with dgc
@@ -133,6 +134,10 @@ def refused(text: str | bytes, tmp_path: Path) -> str:
         ("timeout = nan", ["timeout is nan"]),
         ("out = ''", ["out is empty"]),
         ("[optim]\nlr = -0.1", ["optim.lr is -0.1, expected at least 0"]),
+        ("[optim]\nmomentum = 1.0", ["optim.momentum is 1.0, expected a finite number in [0, 1)"]),
+        ("[optim]\nbetas = [0.9, 1.5]", ["optim.betas[1] is 1.5, expected a finite number in [0, 1)"]),
+        ("[head]\nsample_rate = 10.0", ["head.sample_rate is 10.0, expected a finite number in [0, 1]"]),
+        ("[head]\nsub_centers = 0", ["head.sub_centers is 0, expected at least 1"]),
         ("[optim]\nlr = nan", ["optim.lr is nan"]),
         ("[optim]\nlr = inf", ["optim.lr is inf"]),
         ("[optim]\nname = 'adam'", ["optim.name is 'adam'", "did you mean 'adamw'"]),

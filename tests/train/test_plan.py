@@ -52,6 +52,9 @@ def config(head: HeadConfig | None = None, **changes: object) -> Config:
         (HeadConfig(fused=True, weight_dtype="split", state_dtype="bf16"), 256),
         (HeadConfig(fused=True, weight_dtype="bf16", state_dtype="int8", cache_mb=0.0), 100),
         (HeadConfig(sub_centers=3, cache_mb=0.05), 128),
+        (HeadConfig(product_dtype="bf16", cache_mb=0.02), 256),
+        (HeadConfig(product_dtype="bf16", sub_centers=2), 256),
+        (HeadConfig(fused=True, weight_dtype="split", product_dtype="bf16", cache_mb=0.0), 256),
     ],
 )
 def test_workspace_is_what_the_heads_buffers_hold(head: HeadConfig, block: int) -> None:

@@ -4,6 +4,7 @@
     python benchmarks/word2vec.py quality CORPUS --similarity wordsim353.tsv [--epochs 3] [--seeds 1]
     python benchmarks/word2vec.py geo CORPUS --similarity wordsim353.tsv [--workers 4] [--every 8 26] [--epochs 3]
         [--weight 1 | --pace 0.0006] [--wire int8] [--seeds 5]
+    python benchmarks/word2vec.py rounds CORPUS ...    # as geo
 
 CORPUS: plain text, paragraphs as sentences, runs of letters in lower case; .gz and .dz too. gensim (pip install gensim)
 gets the same sentences, as lists of words. All: dim 100, window 5, 5 negatives, sample 1e-3, min_count 5.
@@ -14,6 +15,7 @@ speed    the first so many words, one thread each, one after the other, repeated
 quality  the same number of epochs over all of CORPUS, one thread, Spearman's rank correlation beside each.
 geo      workers as threads with a copy each, in this process, one server: Spearman against one worker's, and how many
          rows travel. No network: what this shows is what the mode costs in quality.
+rounds   the same arithmetic without threads and servers, all workers in step: the same numbers every time.
 """
 
 import argparse
@@ -30,6 +32,8 @@ import numpy as np
 from plsc.data.text import Encoded, Text, Vocabulary
 from plsc.data.vectors import WordVectors
 from plsc.ps import Geo, Server, Table, WordLoop, connect
+from plsc.ps.geo import weights as row_weights
+from plsc.ps.wire import LAYOUTS
 from plsc.train.word_metrics import similarity
 
 DIM, WINDOW, NEGATIVES, SAMPLE, MIN_COUNT, LR, LEAST_LR = 100, 5, 5, 1e-3, 5, 0.025, 1e-4
@@ -78,14 +82,17 @@ def new_loop(corpus: Corpus, stores: Any, *, shared: bool, seed: int) -> WordLoo
     return WordLoop(*stores, keep=keep, weights=weights, **options)
 
 
+def rate(done: float) -> float:
+    return max(LEAST_LR, LR - (LR - LEAST_LR) * done)
+
+
 def train_ours(corpus: Corpus, loop: WordLoop, epochs: int, *, rank: int = 0, workers: int = 1) -> int:
     """Words trained."""
     words = 0
     for epoch in range(epochs):
         for batch in corpus.batches(rank, workers):
             done = (epoch + batch.first / corpus.sentences) / epochs
-            lr = max(LEAST_LR, LR - (LR - LEAST_LR) * done)
-            loop.train(batch.tokens, batch.starts, first=batch.first, epoch=epoch, lr=lr)
+            loop.train(batch.tokens, batch.starts, first=batch.first, epoch=epoch, lr=rate(done))
             words += len(batch.tokens)
     return words
 
@@ -212,6 +219,42 @@ def geo_once(corpus: Corpus, settings: dict[str, Any], args: argparse.Namespace,
     return tables["words"], sent[0]
 
 
+def rounds(corpus: Corpus, args: argparse.Namespace) -> None:
+    print(f"\n| exchange every | weight | spearman of each seed | mean |\n|{'---|' * 4}")
+    for every in args.every:
+        for weight in args.pace or args.weight:
+            found = [rounds_once(corpus, every, weight, args, seed) for seed in range(args.seeds)]
+            each = ", ".join(f"{x:.3f}" for x in found)
+            word = f"pace {weight}" if args.pace else f"{weight or 1 / args.workers}"
+            print(f"| {every} x 10,000 words | {word} | {each} | {np.mean(found):.3f} |", flush=True)
+
+
+def rounds_once(corpus: Corpus, every: int, weight: float, args: argparse.Namespace, seed: int) -> float:
+    keys, wire = np.arange(len(corpus.vocabulary), dtype=np.uint64), LAYOUTS[args.wire]
+    crew = [new_tables(seed) for _ in range(args.workers)]
+    loops = [new_loop(corpus, tables, shared=True, seed=seed) for tables in crew]
+    shared = [table.pull(keys) for table in crew[0]]
+    base = [rows.copy() for rows in shared]
+    batches = [(epoch, batch) for epoch in range(args.epochs) for batch in corpus.batches()]
+    for start in range(0, len(batches), every * args.workers):
+        steps = np.zeros((args.workers, 2, len(keys)))
+        for number, (epoch, batch) in enumerate(batches[start : start + every * args.workers]):
+            rank = number % args.workers
+            lr = rate((epoch + batch.first / corpus.sentences) / args.epochs)
+            loops[rank].train(batch.tokens, batch.starts, first=batch.first, epoch=epoch, lr=lr)
+            steps[rank] += loops[rank].steps(batch.tokens)
+        for side in range(2):
+            for rank, tables in enumerate(crew):
+                moved = tables[side].pull(keys) - base[side]
+                each = row_weights(steps[rank, side], weight, args.workers)[:, None] if args.pace else None
+                moved *= np.float32(weight or 1 / args.workers) if each is None else each
+                shared[side] += wire.decode(wire.encode(moved), DIM)
+            base[side] = wire.decode(wire.encode(shared[side]), DIM).copy()
+            for tables in crew:
+                tables[side].assign(keys, base[side])
+    return similarity(WordVectors(corpus.vocabulary.words, shared[0]), args.similarity)["spearman"]
+
+
 class _Counted:
     """A store that counts the rows of its exchanges, both ways."""
 
@@ -229,7 +272,7 @@ class _Counted:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "quality", "geo"))
+    parser.add_argument("what", choices=("speed", "quality", "geo", "rounds"))
     parser.add_argument("corpus")
     parser.add_argument("--words", type=int, default=0, help="of the corpus; 0: all (speed: 1,000,000)")
     parser.add_argument("--repeats", type=int, default=3)
@@ -253,7 +296,7 @@ def main() -> None:
         elif args.what == "quality":
             quality(corpus, args.similarity, args.epochs, args.seeds, args.who)
         else:
-            geo(corpus, args)
+            (geo if args.what == "geo" else rounds)(corpus, args)
 
 
 if __name__ == "__main__":

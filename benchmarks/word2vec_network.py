@@ -119,7 +119,7 @@ def measure(corpus: Corpus, folder: str, path: str, args: argparse.Namespace) ->
                     job = {"rank": rank, "workers": args.workers, "mode": name, "folder": folder}
                     job |= {"sentences": corpus.sentences, "server": f"{links.address(rank)}:{server.port}"}
                     job |= {"weight": args.weight, "pace": args.pace, "wire": args.wire, "epochs": args.epochs}
-                    job |= {"seed": seed}
+                    job |= {"seed": seed, "rounds": args.rounds}
                     command = [*links.prefix(rank), sys.executable, __file__, "worker", "-", "--job", json.dumps(job)]
                     crew.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
                 for each in crew:
@@ -150,6 +150,7 @@ def open_mode(name: str, job: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     if kind == "async":
         return [Async(store) for store in remote], remote
     settings = {"workers": job["workers"], "weight": job["weight"] or None, "pace": job["pace"] or None}
+    settings |= {"rounds": job["rounds"], "deadline": 600}
     return [Geo(store, every=int(kind.removeprefix("geo")), **settings) for store in remote], remote
 
 
@@ -199,6 +200,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["sync", "async", "geo26"], help="sync, async, geoEVERY")
     parser.add_argument("--weight", type=float, default=0.0, help="of a difference; 0: 1 / workers")
     parser.add_argument("--pace", type=float, default=0.0, help="instead of a weight: a weight for each row")
+    parser.add_argument("--rounds", action="store_true", help="of Geo: all workers exchange together")
     parser.add_argument("--wire", default="fp32", choices=list(ROWS), help="of Geo")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=1)

@@ -16,7 +16,9 @@ from typing import Any
 from plsc.cli_common import Bar, logging_to_stdout, say_result
 from plsc.cli_flags import override
 from plsc.comm import LocalCommunicator, connect
+from plsc.ps.store import ServerLost
 from plsc.train.config import from_dict, read_recipe
+from plsc.train.failures import EXIT_FAILURE
 
 PS_TASKS = ("ctr", "word2vec")  # of recipes for `train`
 COMMANDS = ("serve", "launch", "stat", "save", "reshard")
@@ -82,7 +84,11 @@ def _serve(args: argparse.Namespace) -> int:
     held = None
     if args.rendezvous:
         where = args.advertise or server.address
-        held = publish(args.rendezvous, run=server.run, index=server.index, count=server.count, address=where)
+        try:
+            held = publish(args.rendezvous, run=server.run, index=server.index, count=server.count, address=where)
+        except BaseException:
+            server.close()
+            raise
     stopping: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
@@ -95,10 +101,16 @@ def _serve(args: argparse.Namespace) -> int:
         server.closing.wait(0.5)
     print("stopping", flush=True)
     del held  # until now for whoever was looking
-    server.close(save=server.state is not None)
+    code = 0
+    try:
+        server.close(save=server.state is not None)
+    except Exception as error:
+        print(f"error: could not save, the last save stands: {error}", file=sys.stderr)
+        code = EXIT_FAILURE
     # Workers' streams are still open, and Flight's threads would wait for them for ever.
     sys.stdout.flush()
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -128,8 +140,16 @@ def _stat(args: argparse.Namespace) -> int:
 
     before: dict[str, Any] = {}
     while True:
-        answers = ask(args.servers, "stat", tls=args.tls, certificate=args.certificate)
+        answers, lost = {}, []
+        for address in args.servers.split(","):
+            try:
+                answers |= ask(address, "stat", tls=args.tls, certificate=args.certificate)
+            except ServerLost as error:  # it may be on its way back
+                if args.once:
+                    raise
+                lost.append(str(error))
         lines, before = table_of(answers, before, time.monotonic())
+        lines += lost
         if sys.stdout.isatty() and not args.once:
             print("\033[2J\033[H", end="")
         print("\n".join(lines), flush=True)

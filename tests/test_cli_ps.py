@@ -1,12 +1,16 @@
 """The commands of a parameter server: what they print, what they make of settings, what they refuse."""
 
+import subprocess
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from plsc.cli import ps
 from plsc.ps import Adagrad, Server, Table, connect
+from plsc.ps.launch import serve_command
 from plsc.ps.settings import read_settings
 
 SETTINGS = """
@@ -58,6 +62,8 @@ def test_settings_become_tables_and_arguments(tmp_path: Path, monkeypatch: pytes
     [
         ("[server", "is not TOML"),
         ("", "names no table"),
+        ("server = 3\n[tables.a]\ndim = 1", "server is 3, expected a section such as [server]"),
+        ("tables = 'a'", "tables is 'a', expected a section such as [tables.clicks]"),
         ("[tables]\n", "names no table"),
         ("[servers]\n[tables.a]\ndim = 1", "unknown servers; expected server, tables"),
         ("[server]\nprt = 1\n[tables.a]\ndim = 1", "unknown prt; expected host, port"),
@@ -70,7 +76,8 @@ def test_settings_become_tables_and_arguments(tmp_path: Path, monkeypatch: pytes
         ("[tables.a]\ndim = 0", "dim: got 0"),
         ("[tables.a]\ndim = 1\nrule = 'adam9'", "rule is 'adam9', expected one of"),
         ("[tables.a]\ndim = 1\nrule = 'sgd'\nrule_args = {eps = 1}", "unknown eps"),
-        ("[tables.'../a']\ndim = 1", "expected letters, digits"),
+        ("[tables.'../a']\ndim = 1", "expected up to 64 letters, digits"),
+        (f"[tables.{'a' * 65}]\ndim = 1", "expected up to 64 letters, digits"),
         ("[tables.a]\ndim = 1\nrule = ['sgd']", "rule is ['sgd'], expected one of"),
         ("[tables.a]\ndim = 1\nrule = 'none.cc'", "none.cc"),
         ("[tables.a]\ndim = 1\nrule_args = 3", "rule_args is 3, expected a table"),
@@ -153,5 +160,40 @@ def test_wrong_command_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert "got no script" in capsys.readouterr().err
     assert ps(["serve"]) == 2
     assert ps(["stat", "127.0.0.1:1", "--once"]) == 1
-    assert "was not reached" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "error: server 127.0.0.1:1 was not reached" in said and "Traceback" not in said
     assert ps(["serve", "--help"]) == 0
+
+
+def test_a_live_view_goes_on_without_a_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while it is started again; its counts then begin anew."""
+    server, looks = Server({"clicks": Table(3, locked=True)}), []
+
+    def sleep(seconds: float) -> None:
+        looks.append(capsys.readouterr().out.splitlines()[1:])
+        if len(looks) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("plsc.cli_ps.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    with server:
+        ps(["stat", f"127.0.0.1:1,{server.address}"])
+    assert [[line.split()[0] for line in lines] for lines in looks] == [[server.address, "server"]] * 2
+    assert all("127.0.0.1:1 was not reached" in lines[1] for lines in looks)
+
+
+def test_a_server_that_cannot_save_at_its_end_says_so_and_ends(tmp_path: Path) -> None:
+    """Although the stream of a worker is still open."""
+    (tmp_path / "tables.toml").write_text("[server]\nfolder = 'state'\n[tables.a]\ndim = 1\n")
+    command = serve_command(tmp_path / "tables.toml")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        address = child.stdout.readline().split()[3].rstrip(",")
+        with connect(address, table="a") as store:
+            store.pull(np.arange(3, dtype=np.uint64))
+            (tmp_path / "state" / "auto-0000000001").write_text("in the way")
+            child.terminate()
+            out, said = child.communicate(timeout=100)
+    assert child.returncode == 1 and out == "stopping\n"
+    assert "error: could not save, the last save stands" in said and "auto-0000000001 exists already" in said

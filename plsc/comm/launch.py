@@ -49,7 +49,7 @@ class Launch:
                 return _of(env, rank, size, local)
         if env.get("WORLD_SIZE", "1") != "1":
             raise ValueError(
-                f"the environment sets WORLD_SIZE={env['WORLD_SIZE']} but no rank; set RANK for each, or start the ranks "
+                f"the environment sets WORLD_SIZE={env['WORLD_SIZE']} but no rank; set RANK for each, or start them "
                 "with torchrun, srun, or a Kubernetes Job of completionMode Indexed; for one process unset WORLD_SIZE"
             )
         return None

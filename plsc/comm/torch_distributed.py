@@ -64,6 +64,7 @@ class TorchCommunicator(Communicator):
         self._number = 0
         self._splits = 0
         _open.add(self)
+        weakref.finalize(self, session.heartbeat.forget, label).atexit = False  # for those that nobody closes
 
     @classmethod
     @abstractmethod
@@ -306,8 +307,14 @@ class NcclCommunicator(TorchCommunicator):
     def _find_device(cls) -> torch.device:
         if not torch.cuda.is_available() or not dist.is_nccl_available():
             raise ValueError("backend 'nccl': found no GPU, or a torch built without NCCL; use connect('gloo')")
-        launch, count = Launch.read(), torch.cuda.device_count()
+        count = torch.cuda.device_count()
         world = dist.group.WORLD if dist.is_initialized() else None
+        try:
+            launch = Launch.read()
+        except ValueError:
+            if world is None:
+                raise
+            launch = None  # whoever initialised torch.distributed may have left half an environment
         bound = None if world is None else world.bound_device_id
         if bound is not None and bound.type == "cuda" and bound.index is not None:
             index = bound.index

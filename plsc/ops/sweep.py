@@ -43,7 +43,7 @@ class Sweep:
         self.maxima: dict[int, Tensor] = {}  # [N] the shift a cached block was made with, where it moves
         assert bias is None or not problem.half
         scoring = problem.scoring
-        limit = _EXP_RANGE[torch.float32 if problem.half else problem.x.dtype]
+        limit = _EXP_RANGE[torch.float32 if problem.half or problem.cache_half else problem.x.dtype]
         self.constant_shift = scoring.scale * scoring.bound <= limit
         self.constant = math.log(max(problem.num_classes, 1)) / 2
         self.shift = problem.x.new_full((self.num_samples,), self.constant if self.constant_shift else -math.inf)

@@ -10,18 +10,18 @@ from plsc.ps.modes import Async, Communicator, Direct, HalfAsync, Sync
 from plsc.ps.native_rule import NativeRule
 from plsc.ps.rules import FTRL, RULES, SGD, Adagrad, Adam, AdamW, Momentum, PythonRule, RowAdagrad, Rule
 from plsc.ps.serving import Served, export
-from plsc.ps.store import SharedStore, Store, WorkerMissing
+from plsc.ps.store import ServerLost, SharedStore, Store, WorkerMissing
 from plsc.ps.table import Table
 from plsc.ps.tables import SlotEmbedding, Tables
 from plsc.ps.words import WordLoop
 
 if TYPE_CHECKING:
-    from plsc.ps.link import Refused, ServerLost
+    from plsc.ps.link import Refused
     from plsc.ps.remote import RemoteStore, connect
     from plsc.ps.server import Server
 
 # These import pyarrow, which tables in this process do without.
-_NETWORK = {"Refused": "link", "RemoteStore": "remote", "Server": "server", "ServerLost": "link", "connect": "remote"}
+_NETWORK = {"Refused": "link", "RemoteStore": "remote", "Server": "server", "connect": "remote"}
 
 __all__ = [
     "FTRL",

@@ -44,7 +44,7 @@ def table_of(answers: dict[str, Any], before: dict[str, Any], now: float) -> tup
             last = before.get(f"{address} {name}")
             rate = {kind: 0.0 for kind in ("pull", "push", "keys")}
             if last is not None and now > last["time"]:
-                rate = {kind: (counts[kind] - last[kind]) / (now - last["time"]) for kind in rate}
+                rate = {kind: max(0, counts[kind] - last[kind]) / (now - last["time"]) for kind in rate}
             pulled = t["keys"].get("pull", 0)
             hit = 100 * (1 - min(1, t["born"] / pulled)) if pulled else 0.0
             size = (t["arena_bytes"] + t["index_bytes"]) / 1e6

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -79,8 +80,7 @@ class _Told:
                 raise
             self._store = self._connect(300)  # somebody else's is there
         self._say()
-        self._stop = threading.Event()
-        threading.Thread(target=self._keep, daemon=True).start()
+        threading.Thread(target=_tell_again, args=(weakref.ref(self),), daemon=True).start()
 
     def _connect(self, seconds: float, *, master: bool = False) -> TCPStore:
         host, port = self._at
@@ -90,21 +90,26 @@ class _Told:
         for key, value in self._told.items():
             self._store.set(key, value)
 
-    def _keep(self) -> None:
-        while not self._stop.wait(TELL):
+    def look(self) -> None:
+        try:
+            if not self._store.check(list(self._told)):
+                self._say()
+        except (DistNetworkError, DistStoreError, RuntimeError):
             try:
-                if not self._store.check(list(self._told)):
-                    self._say()
-            except (DistNetworkError, DistStoreError, RuntimeError):
-                try:
-                    self._store = self._connect(TELL)
-                    self._say()
-                except (DistNetworkError, DistStoreError, RuntimeError) as error:
-                    logger.warning("%s:%d was not reached, trying again: %s", *self._at, str(error).splitlines()[0])
+                self._store = self._connect(TELL)
+                self._say()
+            except (DistNetworkError, DistStoreError, RuntimeError) as error:
+                logger.warning("%s:%d was not reached, trying again: %s", *self._at, str(error).splitlines()[0])
 
-    def close(self) -> None:
-        self._stop.set()
-        del self._store
+
+def _tell_again(ref: "weakref.ref[_Told]") -> None:
+    while True:
+        time.sleep(TELL)
+        told = ref()
+        if told is None:
+            return
+        told.look()
+        del told
 
 
 class _Lease:

@@ -23,6 +23,8 @@ class Geo(Communicator):
     pace     instead of a weight for all rows, one for each, by its steps since the last exchange: what part of its way
              to where it comes to rest one step takes a row; see `weights`. What was not sent is then dropped
     workers  default: how many are connected at each exchange
+    rounds   True: an exchange ends when all `workers` have come to it, within `deadline` seconds, and all go on from
+             the same rows; so all make as many exchanges. False: each takes what is there when it comes
     overlap  False: the push that completes `every` waits for the exchange. True: it goes on meanwhile
 
     `local` is the copy. Code that trains it directly tells which rows moved: `touch(keys, steps)`.
@@ -41,6 +43,8 @@ class Geo(Communicator):
         weight: float | None = None,
         pace: float | None = None,
         workers: int | None = None,
+        rounds: bool = False,
+        deadline: float = 60.0,
         overlap: bool = False,
         locked: bool = True,
         stripes: int = 64,
@@ -58,6 +62,12 @@ class Geo(Communicator):
             raise ValueError(f"got pace={pace}, weight={weight}, expected one of them, a pace between 0 and 1")
         if workers is not None and workers < 1:
             raise ValueError(f"workers: got {workers}, expected 1 or more")
+        if rounds and workers is None:
+            raise ValueError("rounds: got no workers, expected how many come to each")
+        if not deadline > 0:
+            raise ValueError(f"deadline: got {deadline}, expected seconds above 0")
+        self.deadline = deadline
+        self._round = store.next_round if rounds else None
         self.workers = workers
         self.weight = weight
         self.pace = pace
@@ -100,10 +110,11 @@ class Geo(Communicator):
 
     def fetch(self, keys: np.ndarray) -> None:
         """Has rows of these keys in the copy."""
-        if np.array_equal(keys, self._fetched) or self._base.contains(keys).all():
+        if np.array_equal(keys, self._fetched) or (held := self._base.contains(keys)).all():
             return
+        missing = keys[~held]
         with self._fetching:
-            missing = np.unique(keys[~self._base.contains(keys)])
+            missing = missing[~self._base.contains(missing)]  # another thread may have been here
             if len(missing):
                 rows = self.store.pull(missing)
                 self.local.assign(missing, rows)
@@ -144,8 +155,16 @@ class Geo(Communicator):
             taken = [np.ones(len(push.keys), np.float32) if push.steps is None else push.steps for push in pushes]
             sent = moved * weights(np.bincount(at, np.concatenate(taken), len(keys)), self.pace, workers)[:, None]
             self.local.add(keys, sent - moved)  # the weight has made of it what all workers have come: no rest stays
-        changes = self.store.exchange(keys, sent)
-        self._base.add(keys, changes.deltas)
+        if self._round is None:
+            changes = self.store.exchange(keys, sent)
+            self._base.add(keys, changes.deltas)
+        else:
+            none, nothing = keys[:0], sent[:0]
+            self._base.add(keys, self.store.add(keys, sent))
+            self.store.contribute(none, nothing, round=self._round, workers=workers)
+            self._round += 1
+            self.store.wait_round(self._round, deadline=self.deadline)
+            changes = self.store.exchange(none, nothing)
         if changes.behind:
             self._refresh()
         else:

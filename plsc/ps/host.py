@@ -241,6 +241,7 @@ class Host:
     def add(self, client: Client, sequence: int, keys: np.ndarray, deltas: np.ndarray) -> None:
         """A part of an exchange; the last one tells what others have changed."""
         with self._moved:
+            client.exchanges = True
             if not self._logging_changes:
                 self._logging_changes = True
                 if self.writes:  # by whom nobody noted
@@ -419,6 +420,11 @@ class Seat:
 
     def wait_round(self, round: int, *, deadline: float) -> None:
         self._host.wait_round(round, deadline=deadline)
+
+    def add(self, keys: np.ndarray, deltas: np.ndarray) -> np.ndarray:
+        with self._one_write:
+            self._host.add(self._client, next(self._sequence), keys, deltas)
+        return deltas
 
     def exchange(self, keys: np.ndarray, deltas: np.ndarray) -> Changes:
         with self._one_write:

@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,19 +13,12 @@ from typing import Any
 import numpy as np
 
 from plsc.ps import wire as w
-from plsc.ps.store import WorkerMissing
+from plsc.ps.store import ServerLost, WorkerMissing
 
 logger = logging.getLogger(__name__)
 
 MOST_TRIES = 50  # of one request, each ended by a lost connection
 LONGEST_PAUSE = 2.0  # seconds between two attempts to reach a server
-
-
-class ServerLost(ConnectionError):
-    """A server could not be reached for as long as the store's patience lasts.
-
-    A write that raises it may have been applied or not; it is not sent again.
-    """
 
 
 class Refused(ValueError):
@@ -62,6 +55,7 @@ class Access:
     tls: bool
     timeout: float
     patience: float
+    find: Callable[[int], str] | None = None  # asks where the server of an index is now
 
 
 class Link:
@@ -282,10 +276,20 @@ class Link:
                     ) from None
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+                self._find()
         with self._state:
             self._generation += 1
             self.reconnects += 1
         logger.warning("server %s: connected again after %.1f s", self.address, time.monotonic() - began)
+
+    def _find(self) -> None:
+        """A server that was started again may have come up elsewhere."""
+        if self._access.find is None:
+            return
+        try:
+            self.address = self._access.find(self.hello["index"])
+        except (ValueError, OSError) as error:  # who knows of the servers may be lost as well
+            logger.debug("server %s: %s", self.address, error)
 
     def _give_up(self, failure: Exception) -> None:
         """Whoever waits hears of it now; what has no answer is forgotten, and the next request connects anew."""

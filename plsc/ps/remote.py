@@ -25,6 +25,7 @@ from plsc.ps.store import Changes, place
 PUSH_KEYS = 16_384  # keys of a push that go as one message: the server applies one while the next travels
 
 
+ASK = 2.0  # seconds that whoever knows the servers' addresses is waited for when one is lost
 SILENT = 3.0  # seconds that a server which is not there yet is waited for without a word
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,16 @@ class RemoteStore:
 
     def wait_round(self, round: int, *, deadline: float) -> None:
         self._to_all(lambda: w.Request(w.WAIT_ROUND, number=round, value=deadline))
+
+    def add(self, keys: np.ndarray, deltas: np.ndarray) -> np.ndarray:
+        values, calls = self._on_wire(deltas), []
+        for link, at in self._shares(keys):
+            for some in _pieces(at, PUSH_KEYS):
+                request = w.Request(w.EXCHANGE, flags=w.PART)
+                calls.append((link, link.send(request, self._layout.pack(keys[some], values[some]))))
+        for link, call in calls:
+            link.wait(call)
+        return self._layout.decode(values, self.dim)
 
     def exchange(self, keys: np.ndarray, deltas: np.ndarray) -> Changes:
         values = self._on_wire(deltas)
@@ -302,7 +313,9 @@ def connect(
     run = os.environ.get("PLSC_PS_RUN", "") if run is None else run
     addresses = servers.split(",") if isinstance(servers, str) else list(servers)
     addresses = [address.strip() for address in addresses]
+    find = None
     if len(addresses) == 1 and addresses[0].startswith(SCHEMES):
+        find = functools.partial(_find, addresses[0], run)
         addresses = lookup(addresses[0], run=run, seconds=patience)
     if wire not in w.WIRES:
         raise ValueError(f"wire: got {wire!r}, expected one of {', '.join(w.WIRES)}")
@@ -330,6 +343,7 @@ def connect(
         tls=tls is not None,
         timeout=timeout,
         patience=patience,
+        find=find,
     )
     links: list[Link] = []
     try:
@@ -340,6 +354,10 @@ def connect(
         for link in links:
             link.close()
         raise
+
+
+def _find(endpoint: str, run: str, index: int) -> str:
+    return lookup(endpoint, run=run, seconds=ASK)[index]
 
 
 def _link(address: str, access: Access) -> Link:

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -45,7 +46,7 @@ def read_settings(path: str | PathLike[str], overrides: Mapping[str, Any]) -> tu
     where = Path(path)
     try:
         content = tomllib.loads(where.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where} is not TOML: {error}") from None
     _names(content, ("server", "tables"), f"{where}:")
     for name in ("server", "tables"):
@@ -66,8 +67,8 @@ def read_settings(path: str | PathLike[str], overrides: Mapping[str, Any]) -> tu
         raise ValueError(f"{where} names no table; expected at least one [tables.NAME] with its dim")
     made, again = {}, {}
     for name, options in tables.items():
-        if not name.replace("_", "").replace("-", "").isalnum():
-            raise ValueError(f"{where}: got table {name!r}, expected letters, digits, '_' and '-'")
+        if not re.fullmatch(r"[\w-]{1,64}", name):
+            raise ValueError(f"{where}: got table {name!r}, expected up to 64 letters, digits, '_' and '-'")
         made[name], again[name] = _table(options, f"{where}: [tables.{name}]", where.parent)
     return made, {**_access(server, where), "load_options": again}
 

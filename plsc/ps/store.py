@@ -65,6 +65,10 @@ class SharedStore(Store, Protocol):
         """Returns once that many rounds are applied; WorkerMissing names who has not come by the deadline (seconds)."""
         ...
 
+    def add(self, keys: np.ndarray, deltas: np.ndarray) -> np.ndarray:
+        """Adds deltas to values; answers them as they arrived: rounded where the wire rounds."""
+        ...
+
     def exchange(self, keys: np.ndarray, deltas: np.ndarray) -> "Changes":
         """Adds deltas to values; answers the rows that others have changed since this worker's last exchange."""
         ...
@@ -78,6 +82,13 @@ class Changes:
         self.rows = rows  # float32 [K, dim]
         self.deltas = deltas  # what was added, as it arrived: rounded where the wire rounds
         self.behind = behind
+
+
+class ServerLost(ConnectionError):
+    """A server could not be reached for as long as the store's patience lasts.
+
+    A write that raises it may have been applied or not; it is not sent again.
+    """
 
 
 class WorkerMissing(TimeoutError):

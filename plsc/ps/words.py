@@ -85,12 +85,15 @@ class WordLoop:
         moves = [side.begin(np.flatnonzero(mark)) for side, mark in zip(self._sides, marks, strict=True)]
         done = self._core.train(*text, moves[0].addresses, moves[1].addresses, self.inputs.dim, lr)
         if any(side.counts_steps for side in self._sides):
-            kept = np.bincount(tokens[starts[0] : starts[-1]], minlength=self.num_words) * self._keep
-            moves[0].steps = kept * self._pairs
-            moves[1].steps = moves[0].steps + kept.sum() * self._drawn
+            moves[0].steps, moves[1].steps = self.steps(tokens[starts[0] : starts[-1]])
         for side, move in zip(self._sides, moves, strict=True):
             side.end(move)
         return Trained(*done)
+
+    def steps(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How often training these words steps each row of the inputs and outputs, [V], on average over the draws."""
+        kept = np.bincount(tokens, minlength=self.num_words) * self._keep
+        return kept * self._pairs, kept * self._pairs + kept.sum() * self._drawn
 
     def noise(self) -> tuple[np.ndarray, np.ndarray]:
         """How negatives are drawn: slot i is word i with chance thresholds[i] / 2^32, else word aliases[i]."""

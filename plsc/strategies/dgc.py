@@ -211,8 +211,8 @@ class DGC:
             )
         if self._layout() != self._places:
             raise ValueError(
-                f"dgc: got compressed parameters of shapes and strides {self._layout()}, expected {self._places} as when "
-                "DGC was built: what is still to be sent lies in that order; build it last"
+                f"dgc: got compressed parameters of shapes and strides {self._layout()}, expected {self._places} as "
+                "when DGC was built: what is still to be sent lies in that order; build it last"
             )
         if type(optimizer) is not SGD:
             raise ValueError(

@@ -319,8 +319,9 @@ class LocalSGD:
             for name, told in next(filter(None, kept), {}).items():
                 state = optimizer.state[param]
                 if told.averaged:
-                    if name not in state:
-                        state[name] = torch.zeros(told.shape, dtype=told.dtype, device=param.device)
+                    if name not in state:  # in the order of the parameter's memory, as an optimizer makes it
+                        like = param if told.shape == param.shape else param.new_empty(told.shape)
+                        state[name] = torch.zeros_like(like, dtype=told.dtype)
                     found.append(state[name])
                 elif told.dtype is None:
                     state[name] = told.value

@@ -15,6 +15,7 @@ from types import FrameType
 from plsc.comm import CommError, FailedTogether
 from plsc.data import ReadingProcessDied
 from plsc.fleet import NonFiniteLoss
+from plsc.ps import ServerLost, WorkerMissing
 
 EXIT_FAILURE, EXIT_USAGE = 1, 2
 EXIT_DIVERGED = 3  # the loss is not finite: the same command would get no further
@@ -26,6 +27,10 @@ def exit_code(error: Exception) -> int:
     if isinstance(error, NonFiniteLoss):
         return EXIT_DIVERGED
     return EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILURE
+
+
+# Errors of ours whose message is all that their reader needs.
+TOLD = FailedTogether | CommError | NonFiniteLoss | ReadingProcessDied | ServerLost | WorkerMissing
 
 
 class Stopped(BaseException):
@@ -80,7 +85,7 @@ def told(error: Exception) -> str:
         return _traceback(error, first=0)
     if isinstance(error, OSError) and error.filename is not None:
         return f"error: {error.filename}: {(error.strerror or type(error).__name__).lower()}"
-    if isinstance(error, ValueError | FailedTogether | CommError | NonFiniteLoss | ReadingProcessDied):
+    if isinstance(error, ValueError | TOLD):
         return f"error: {error}"
     files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
     ours = [number for number, file in enumerate(files) if file.is_relative_to(PACKAGE)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -21,6 +22,7 @@ from plsc.comm import (
     Communicator,
     GlooCommunicator,
     LocalCommunicator,
+    NcclCommunicator,
     connect,
     run_ranks,
     world,
@@ -241,6 +243,36 @@ def test_unconnected_ranks_are_warned(monkeypatch: pytest.MonkeyPatch, caplog: p
     with caplog.at_level(logging.WARNING):
         assert world().world_size == 1
     assert "has not connected" in caplog.text
+
+
+def test_a_gpu_of_a_world_of_torch_does_not_need_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that spawns its ranks tells torch the rank, and the environment the rest."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="sets WORLD_SIZE=4 but no rank"):
+        NcclCommunicator._find_device()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert NcclCommunicator._find_device() == torch.device("cuda", 0) and chosen == [0]
+
+
+def test_groups_that_nobody_closes_are_forgotten() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    here = world()
+    verbs = here._session.heartbeat._verbs
+    for _ in range(3):
+        group = here.split([[0]])
+        group.all_reduce(torch.ones(2)).wait()
+    gc.collect()
+    assert len(verbs) == 2
+    del group
+    gc.collect()
+    assert list(verbs) == ["world"]
+    here.close()
 
 
 def test_adopts_a_world_of_torch_and_leaves_it_to_its_owner() -> None:

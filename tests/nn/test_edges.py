@@ -101,6 +101,20 @@ def test_rows_of_any_length_at_any_scale(scale: float, length: float) -> None:
         assert ((grad.double() - true).norm() / true.norm()).item() < 1e-5
 
 
+@pytest.mark.parametrize("scale", [64.0, 100.0, 700.0])
+def test_exponentials_of_float64_fit_what_keeps_them(scale: float) -> None:
+    """bfloat16 ends at e^88, where float64 goes to e^709."""
+    x, _ = batch()
+    y = torch.arange(BATCH)
+    grads = []
+    for cache in ("fp32", "bf16"):
+        head = nn.ClassParallelHead(DIM, CLASSES, margin=nn.CosFace(scale), cache_dtype=cache).double()
+        head.weight.data[1 : BATCH + 1] = x  # wrong, and in the sample's own direction
+        head(x.double(), y).backward()
+        grads.append(head.weight.grad)
+    assert ((grads[1] - grads[0]).norm() / grads[0].norm()).item() < 4e-3
+
+
 @pytest.mark.parametrize("length", [1e-30, 1e-21, 1e-12, 1e12, 1e19, 1e30])
 def test_embeddings_of_any_length(length: float) -> None:
     """The loss knows their direction alone, and their gradient is that at length 1 over the length."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import plsc.ps.discovery as discovery
@@ -40,6 +41,39 @@ def test_servers_are_found_through_a_tcp_store() -> None:
     with pytest.raises(ValueError, match=r"did not name all servers of run 'day' within 0\.3 s(.|\n)*--rendezvous 127"):
         connect(f"tcpstore://{endpoint}", table="clicks", run="day", patience=0.3)
     del again
+
+
+def test_a_tcp_store_that_was_lost_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lives in server 0: when that is started again, its new one knows nothing of the others."""
+    monkeypatch.setattr(discovery, "TELL", 0.2)
+    (port,) = free_ports(1)
+    first, second = (publish(f"127.0.0.1:{port}", run="r", index=i, count=2, address=f"a:{i}") for i in range(2))
+    first._store = None  # as it is when its process has died
+    time.sleep(1)
+    first = publish(f"127.0.0.1:{port}", run="r", index=0, count=2, address="a:7")
+    assert lookup(f"tcpstore://127.0.0.1:{port}", run="r", seconds=30) == ["a:7", "a:1"]
+    del first, second
+
+
+def test_a_server_that_comes_back_elsewhere_is_found(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+
+    def start() -> tuple[Server, object]:
+        table = Table(3, rule="sgd", lr=1.0, init="zeros", locked=True)
+        made = Server({"clicks": table}, folder=tmp_path / "state", durability="log")
+        return made, publish(f"127.0.0.1:{port}", run="", index=0, count=1, address=made.address)
+
+    first, held = start()
+    keys, ones = np.arange(5, dtype=np.uint64), np.ones((5, 3), np.float32)
+    with connect(f"tcpstore://127.0.0.1:{port}", table="clicks", patience=60) as store:
+        store.push(keys, ones)
+        first.close()
+        second, again = start()
+        assert second.address != first.address
+        store.push(keys, ones)
+        np.testing.assert_array_equal(store.pull(keys), -2 * ones)
+        second.close()
+    del held, again
 
 
 def test_servers_are_found_through_etcd(etcd: str, monkeypatch: pytest.MonkeyPatch) -> None:

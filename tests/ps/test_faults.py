@@ -143,9 +143,9 @@ def test_a_log_that_was_cut_short_loses_its_last_record_only(tmp_path: Path) -> 
         for name in put:
             np.testing.assert_array_equal(got[name], put[name])
     damaged = bytearray(whole)
-    damaged[ends[0] + 40] ^= 1
+    damaged[ends[1] + 40] ^= 1
     path.write_bytes(damaged)
-    assert len(list(read_log(path))) == 1
+    assert len(list(read_log(path))) == 2
 
 
 def test_a_full_disk_leaves_no_half_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +200,8 @@ def test_folders_of_something_else(tmp_path: Path, change: dict[str, object], wh
 
     state = open_state()
     state.save()
+    host = state.hosts["clicks"]
+    host.push(host.join("someone", 0), 1, KEYS[:1], np.ones((1, 2), np.float32))
     state.close()
     with pytest.raises(ValueError, match=why):
         open_state(**change)
@@ -403,6 +405,35 @@ def test_network_cut_and_healed(processes: Callable[..., Processes]) -> None:
         os.environ.pop("PLSC_PS_TOKEN", None)
         subprocess.run(["ip", "link", "del", names[0]], capture_output=True)
         subprocess.run(["ip", "netns", "del", names[0]], capture_output=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ties processes by prctl")
+def test_nothing_outlives_a_launch_that_is_killed(tmp_path: Path) -> None:
+    """Servers save at their end, as after SIGTERM."""
+    (tmp_path / "tables.toml").write_text(SETTINGS.format(durability="save"))
+    (tmp_path / "script.py").write_text(
+        "import os, time, numpy as np, plsc\n"
+        "plsc.ps.connect(table='clicks').push(np.arange(9, dtype=np.uint64), np.ones((9, 2), np.float32))\n"
+        "print(os.getpid(), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    start = f"import sys; sys.path[:] = {sys.path!r}; from plsc.cli import ps; sys.exit(ps())"
+    words = ["launch", "--folder", "state", "--", "script.py"]
+    run = subprocess.Popen([sys.executable, "-P", "-c", start, *words], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline().startswith("serving")
+    worker = int(run.stdout.readline())
+    run.kill()
+    assert run.stdout.read() == "stopping\n"  # ends when the last process that holds the pipe has ended
+    run.wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+    state = State(tmp_path / "state" / "server-0", durability="save", index=0, count=1)
+    table = Table(2, rule="sgd", lr=1.0, init="zeros")
+    saved = state.load({"clicks": table}, {"clicks": {}})["clicks"].table
+    np.testing.assert_array_equal(saved.pull(KEYS[:9]), -np.ones((9, 2)))
+    state.close()
 
 
 @pytest.mark.slow

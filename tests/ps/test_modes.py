@@ -206,6 +206,40 @@ def test_what_the_sender_fails_with_reaches_the_trainer() -> None:
         queued.push(*batches(1, 8)[0])
 
 
+def test_what_the_sender_fails_with_after_the_last_push_is_raised_at_the_end() -> None:
+    store = Recorded(table())
+    store.error = OSError("disk full")
+    with pytest.raises(OSError, match="disk full"), Async(store) as queued:
+        queued.push(*batches(1, 8)[0])
+        queued._sender.join(30)
+    queued.close()  # said once
+    with pytest.raises(ValueError, match="mine"), Async(Recorded(table())) as queued:
+        raise ValueError("mine")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_gradient_does_not_take_the_good_ones_of_its_key_along(bad: float) -> None:
+    """It is refused as if it had not been sent, whatever it is merged with."""
+    grads = np.ones((len(KEYS), DIM), np.float32)
+    wrong = grads.copy()
+    wrong[3, 1] = bad
+    expected = -0.5 * 4 * grads
+    expected[3] /= 4 / 3
+    merging = table()
+    before = merging.pull(KEYS)
+    with Async(merging, merge=4, linger=30) as queued:
+        for each in (grads, wrong, grads, grads):
+            queued.push(KEYS, each)
+    assert queued.refused == 1 and queued.sends == 1
+    np.testing.assert_allclose(merging.pull(KEYS) - before, expected, atol=1e-6)
+
+    host = Host(table())
+    workers = [Sync(Seat(host, rank=rank), workers=4) for rank in range(4)]
+    refused = [sync.push(KEYS, wrong if rank == 1 else grads) for rank, sync in enumerate(workers)]
+    assert refused == [0, 1, 0, 0]
+    np.testing.assert_allclose(workers[0].pull(KEYS) - before, expected / 4, atol=1e-6)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_sync_equals_one_worker_with_all_batches(workers: int) -> None:
     """Every worker's loss is the mean over its own samples, and so is the large batch's: divided by the workers."""
@@ -449,6 +483,7 @@ def test_the_same_write_twice_is_one_write() -> None:
         (lambda s: Async(s, staleness=-1), "staleness: got -1"),
         (lambda s: HalfAsync(s, every=0), "got 0"),
         (lambda s: Sync(s, workers=0), "workers=0"),
+        (lambda s: Sync(s, workers=70_000), "workers=70000"),
         (lambda s: Geo(s, every=0), "every: got 0"),
         (lambda s: Geo(s, every="often"), "every: got 'often'"),
         (lambda s: Geo(s, weight=2.0), "weight: got 2.0"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from plsc.ps import Table
+from plsc.ps.geo import Geo
 from plsc.ps.link import Refused, ServerLost
 from plsc.ps.remote import RemoteStore, connect
 from plsc.ps.server import Server
@@ -20,7 +21,7 @@ ONES = np.ones((10, 2), np.float32)
 
 
 def table(dim: int = 2, **options: object) -> Table:
-    return Table(dim, lr=1.0, init="zeros", locked=True, **{"rule": "sgd", **options})
+    return Table(**{"dim": dim, "rule": "sgd", "lr": 1.0, "init": "zeros", "locked": True, **options})
 
 
 class Proxy:
@@ -209,8 +210,6 @@ def test_tokens_that_cannot_travel(stack: ExitStack, token: str) -> None:
 
 def test_exchanges_of_any_size_travel_in_parts(stack: ExitStack) -> None:
     """Geo's difference of a hundred large batches is larger than any request that a server takes."""
-    from plsc.ps.geo import Geo
-
     keys = np.arange(100_000, dtype=np.uint64)
     server = stack.enter_context(Server({"clicks": table(4)}, limit_mb=1))
     stores = [stack.enter_context(connect(server.address, table="clicks")) for _ in range(2)]

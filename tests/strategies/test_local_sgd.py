@@ -253,14 +253,14 @@ def test_a_meeting_leaves_the_same_state_of_every_optimizer(name: str) -> None:
     """Also of a single number, of factors of other shapes, and of a weight that one rank has never used."""
 
     def body(comm: Communicator) -> list[dict[str, Any]]:
-        matrix, scale, own = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(2))
-        model = nn.ParameterList([matrix, scale, own])
+        model = nn.ParameterList([torch.ones(4, 3), torch.tensor(2.0), torch.ones(2, 3).t()])  # the last is transposed
+        matrix, scale, own = model
         local = LocalSGD(model, comm, options=LocalSGDOptions(every=2))
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **KEEP[name])
         before = []
         for step in range(3):
             x = torch.randn(4, 3, generator=torch.Generator().manual_seed(3 * step + comm.rank))
-            loss = (matrix * x).sum() * scale + (own.sum() if comm.rank == 1 else 0)
+            loss = (matrix * x).sum() * scale + ((own * x[:3, :2]).sum() if comm.rank == 1 else 0)
             optimizer.zero_grad()
             loss.backward()
             local.begin_step()

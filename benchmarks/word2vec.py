@@ -15,7 +15,8 @@ speed    the first so many words, one thread each, one after the other, repeated
 quality  the same number of epochs over all of CORPUS, one thread, Spearman's rank correlation beside each.
 geo      workers as threads with a copy each, in this process, one server: Spearman against one worker's, and how many
          rows travel. No network: what this shows is what the mode costs in quality.
-rounds   the same arithmetic without threads and servers, all workers in step: the same numbers every time.
+rounds   a pace in rounds without threads and servers: the same numbers every time. What is not sent is dropped, of a
+         weight too.
 """
 
 import argparse

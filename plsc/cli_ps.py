@@ -140,7 +140,8 @@ def _stat(args: argparse.Namespace) -> int:
 
     before: dict[str, Any] = {}
     while True:
-        answers, lost = {}, []
+        answers: dict[str, Any] = {}
+        lost: list[str] = []
         for address in args.servers.split(","):
             try:
                 answers |= ask(address, "stat", tls=args.tls, certificate=args.certificate)

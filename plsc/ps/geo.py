@@ -66,7 +66,7 @@ class Geo(Communicator):
             raise ValueError("rounds: got no workers, expected how many come to each")
         if not deadline > 0:
             raise ValueError(f"deadline: got {deadline}, expected seconds above 0")
-        self.deadline = deadline
+        self.rounds, self.deadline = rounds, deadline
         self._round = store.next_round if rounds else None
         self.workers = workers
         self.weight = weight
@@ -159,17 +159,24 @@ class Geo(Communicator):
             changes = self.store.exchange(keys, sent)
             self._base.add(keys, changes.deltas)
         else:
-            none, nothing = keys[:0], sent[:0]
+            self.store.wait_round(self._round, deadline=self.deadline)  # all have taken the last rows
             self._base.add(keys, self.store.add(keys, sent))
-            self.store.contribute(none, nothing, round=self._round, workers=workers)
-            self._round += 1
-            self.store.wait_round(self._round, deadline=self.deadline)
-            changes = self.store.exchange(none, nothing)
+            self._come(workers)
+            self.store.wait_round(self._round, deadline=self.deadline)  # all have added
+            changes = self.store.exchange(keys[:0], sent[:0])
+            self._come(workers)
         if changes.behind:
             self._refresh()
         else:
             held = self._base.contains(changes.keys)
             self._take_over(changes.keys[held], changes.rows[held])
+
+    def _come(self, workers: int) -> None:
+        assert self._round is not None
+        self.store.contribute(
+            np.empty(0, np.uint64), np.empty((0, self.dim), np.float32), round=self._round, workers=workers
+        )
+        self._round += 1
 
     def _take_over(self, keys: np.ndarray, rows: np.ndarray) -> None:
         self.local.add(keys, rows - self._base.pull(keys, create=False))

@@ -18,6 +18,7 @@ from plsc.ps.store import ServerLost, WorkerMissing
 logger = logging.getLogger(__name__)
 
 MOST_TRIES = 50  # of one request, each ended by a lost connection
+ASK_AGAIN = 10.0  # seconds between two questions where a lost server is
 LONGEST_PAUSE = 2.0  # seconds between two attempts to reach a server
 
 
@@ -253,6 +254,7 @@ class Link:
         """Tries for as long as patience lasts; then everything without an answer is asked again, in order."""
         self._drop()
         began, pause = time.monotonic(), 0.02
+        asked = began - ASK_AGAIN
         logger.warning("server %s: connection lost (%s); waiting for it", self.address, sentence(error))
         while True:
             try:
@@ -276,7 +278,9 @@ class Link:
                     ) from None
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-                self._find()
+                if time.monotonic() - asked >= ASK_AGAIN:
+                    asked = time.monotonic()
+                    self._find()
         with self._state:
             self._generation += 1
             self.reconnects += 1

@@ -319,9 +319,15 @@ def connect(
         addresses = lookup(addresses[0], run=run, seconds=patience)
     if wire not in w.WIRES:
         raise ValueError(f"wire: got {wire!r}, expected one of {', '.join(w.WIRES)}")
-    for address in addresses:
-        if not re.fullmatch(r"[^\s/]+:\d{1,5}", address):
+    for address in addresses or [""]:
+        found = re.fullmatch(r"[^\s/]+:(\d{1,5})", address)
+        if found is None or int(found[1]) > 65_535:
             raise ValueError(f"servers: got {address!r}, expected host:port, several separated by commas")
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    if not 0 <= rank < 65_536 or not timeout > 0 or not patience >= 0:
+        raise ValueError(
+            f"got rank {rank}, timeout {timeout}, patience {patience}; expected 0 to 65535, seconds above 0, seconds"
+        )
     token = os.environ.get("PLSC_PS_TOKEN") if token is None else token
     options: dict[str, Any] = {}
     if tls is not None:
@@ -336,7 +342,7 @@ def connect(
         table=table,
         run=run,
         client=uuid.uuid4().hex,
-        rank=int(os.environ.get("RANK", "0")) if rank is None else rank,
+        rank=rank,
         wire=wire,
         options=options,
         headers=w.bearer(token),

@@ -413,7 +413,12 @@ def _service(
             options["verify_client"], options["root_certificates"] = True, Path(client_ca).read_bytes()
     scheme = "grpc+tls" if tls is not None else "grpc"
     address = f"[{host}]" if ":" in host else host
-    return _Service(server, f"{scheme}://{address}:{port}", options)
+    try:
+        return _Service(server, f"{scheme}://{address}:{port}", options)
+    except w.pa.ArrowException as error:
+        named = ", ".join(file for file in (*(tls or ()), client_ca) if file)
+        files = f"; are {named} PEM files that belong together?" if named else ""
+        raise ValueError(f"could not listen on {address}:{port}: {error}{files}") from None
 
 
 class _TokenFactory(w.flight.ServerMiddlewareFactory):

@@ -67,7 +67,7 @@ def rule_of(ask: OptimConfig) -> Rule:
 
 def is_servers(store: str) -> bool:
     """Whether a head.store names servers, not a table of this process."""
-    return store.rpartition(":")[2].isdigit()
+    return store.partition(":")[0] not in ("memory", "file") and store.rpartition(":")[2].isdigit()
 
 
 class ClassStore:

@@ -17,7 +17,7 @@ from plsc.comm import Communicator, LocalCommunicator
 from plsc.data.synthetic_text import write_text
 from plsc.data.text import Encoded, Sentences, Text, Vocabulary
 from plsc.data.vectors import WordVectors
-from plsc.ps import Store, Sync, Table, WordLoop
+from plsc.ps import Geo, Store, Sync, Table, WordLoop
 from plsc.ps.words import Trained
 from plsc.train.build import Progress
 from plsc.train.config import to_dict
@@ -154,10 +154,12 @@ class WordTrainer:
             future.result()
 
     def _batches(self) -> Iterator[Sentences]:
-        """This worker's batches; in Sync as many for each worker, the last of some empty."""
+        """This worker's batches; where workers go in rounds as many for each, the last of some empty."""
         rank, workers = self.comm.rank, self.comm.world_size
         yield from self.text.batches(words=self.config.batch_words, rank=rank, world_size=workers)
-        if isinstance(self.stores[0], Sync) and rank >= self._per_epoch % workers > 0:
+        store = self.stores[0]
+        rounds = isinstance(store, Sync) or (isinstance(store, Geo) and store.rounds)
+        if rounds and rank >= self._per_epoch % workers > 0:
             yield Sentences(np.empty(0, np.int32), np.zeros(1, np.int64), 0, self._per_epoch)
 
     def _report(self, window: Trained, words: int, seconds: float, lr: float) -> None:

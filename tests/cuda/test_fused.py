@@ -135,7 +135,8 @@ def test_head_over_the_kernels(launch: Any, monkeypatch: pytest.MonkeyPatch, kin
     before = native.exponentials
 
     def exponentials(dots: Tensor, inverse: Tensor, **where: Any) -> Tensor:
-        return dots if fused.exponentials(dots, inverse, **where) else before(dots, inverse, **where)
+        done = fused.exponentials(dots, inverse, **where)
+        return before(dots, inverse, **where) if not done else dots if where["out"] is None else where["out"]
 
     monkeypatch.setattr(native, "exponentials", exponentials)
     monkeypatch.setattr(native, "step", fused.step)

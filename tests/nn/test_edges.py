@@ -1,4 +1,4 @@
-"""Heads at the edges: lone classes, vectors of any length, inference mode, state that is loaded, words that are wrong."""
+"""Heads at the edges: lone classes, vectors of any length, inference mode, state that is loaded, wrong words."""
 
 from __future__ import annotations
 

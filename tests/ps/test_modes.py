@@ -367,6 +367,37 @@ def test_geo_at_a_pace_goes_as_far_as_all_steps_one_after_the_other(workers: int
         geo.close()
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_geo_in_rounds_goes_on_from_the_same_rows(workers: int) -> None:
+    """Four rounds of the quadratic above, on threads, are as 4 * workers windows of one worker alone."""
+    pace, repeats, target = 0.02, np.array([1, 8, 500]), np.float32([3.0, -1.0, 2.0])[:, None]
+    host = Host(Table(DIM, rule="sgd", lr=1.0, init="zeros", locked=True))
+    ended: dict[int, np.ndarray] = {}
+
+    def work(rank: int) -> None:
+        geo = Geo(Seat(host, rank=rank), every=1, pace=pace, workers=workers, rounds=True, deadline=30)
+        for _ in range(4):
+            rows = geo.pull(KEYS[:3])
+            way = (1 - (1 - pace) ** repeats)[:, None]
+            geo.local.add(KEYS[:3], (way * (target - rows)).astype(np.float32))
+            geo.touch(KEYS[:3], repeats.astype(np.float32))
+        ended[rank] = geo.pull(KEYS[:3])
+        geo.close()
+
+    together(work, workers)
+    alone = target * (1 - (1 - pace) ** (4.0 * repeats * workers))[:, None]
+    np.testing.assert_allclose(host.table.pull(KEYS[:3]), np.repeat(alone, DIM, 1), rtol=1e-4)
+    for rows in ended.values():
+        np.testing.assert_allclose(rows, host.table.pull(KEYS[:3]), rtol=1e-5)
+
+
+def test_geo_in_rounds_names_who_is_missing() -> None:
+    host = Host(table(), name="clicks")
+    geo = Geo(Seat(host, rank=0), every=1, workers=2, rounds=True, deadline=0.05)
+    with pytest.raises(WorkerMissing, match=r"round 0 of table 'clicks': worker 1 has not come within 0.05 s"):
+        geo.push(KEYS[:1], np.ones((1, DIM), np.float32))
+
+
 def test_weights_of_rows() -> None:
     steps = np.array([0.0, 1.0, 10.0, 1e9])
     np.testing.assert_allclose(weights(steps, 1e-6, 4), [1, 1, 1, 1 / 4], rtol=1e-4)
@@ -489,6 +520,8 @@ def test_the_same_write_twice_is_one_write() -> None:
         (lambda s: Geo(s, weight=2.0), "weight: got 2.0"),
         (lambda s: Geo(s, weight=0.5, pace=0.1), r"got pace=0\.1, weight=0\.5"),
         (lambda s: Geo(s, pace=1.0), r"got pace=1\.0"),
+        (lambda s: Geo(s, rounds=True), "rounds: got no workers"),
+        (lambda s: Geo(s, deadline=0.0), r"deadline: got 0\.0"),
         (lambda s: Geo(s, pace=0.1).touch(KEYS[:1], -np.ones(1, np.float32)), "steps: got a negative number"),
         (lambda s: Geo(s, workers=0), "workers: got 0"),
     ],

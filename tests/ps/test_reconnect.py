@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_waiting_for_a_server_is_said(
     monkeypatch.setattr("plsc.ps.remote.SILENT", 0.0)
     proxy = behind(Server({"clicks": table()}))
     proxy.server = None
-    with pytest.raises(ServerLost):
+    with caplog.at_level(logging.WARNING, logger="plsc.ps.remote"), pytest.raises(ServerLost):
         connect(proxy.address, table="clicks", patience=0.5)
     assert [record.levelno for record in caplog.records if "waiting up to 0.5 s" in record.message] == [logging.WARNING]
 
@@ -153,7 +154,8 @@ def test_a_server_that_has_forgotten_is_said(
     store = opened(stack, proxy)
     proxy.server = second
     proxy.cut()
-    store.push(KEYS, ONES)
+    with caplog.at_level(logging.WARNING, logger="plsc.ps.link"):
+        store.push(KEYS, ONES)
     assert "was started again, from empty tables, for it has no folder" in caplog.text
 
 
@@ -206,6 +208,28 @@ def test_tokens_that_cannot_travel(stack: ExitStack, token: str) -> None:
     server = stack.enter_context(Server({"clicks": table()}))
     with pytest.raises(ValueError, match="printable ASCII"):
         connect(server.address, table="clicks", token=token)
+
+
+@pytest.mark.parametrize(
+    ("servers", "options"),
+    [
+        ([], {}),
+        ("127.0.0.1:99999", {}),
+        ("127.0.0.1:1", {"rank": -1}),
+        ("127.0.0.1:1", {"rank": 70_000}),
+        ("127.0.0.1:1", {"timeout": 0.0}),
+        ("127.0.0.1:1", {"patience": -1.0}),
+    ],
+)
+def test_senseless_connections_are_refused_at_once(servers: object, options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="got"):
+        connect(servers, table="clicks", **options)
+
+
+def test_certificates_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "bad.pem").write_text("not one")
+    with pytest.raises(ValueError, match=r"could not listen on 127\.0\.0\.1:0.*bad\.pem, .*bad\.pem"):
+        Server({"clicks": table()}, tls=(str(tmp_path / "bad.pem"),) * 2)
 
 
 def test_exchanges_of_any_size_travel_in_parts(stack: ExitStack) -> None:

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -163,6 +164,29 @@ def test_bytes_with_a_scale_a_row_on_the_wire(cluster: Callable[..., Cluster]) -
     bad[0, 1], bad[1, 0] = np.nan, np.inf
     assert there.push(KEYS[:3], bad) == 2
     assert there.pull(KEYS[:0]).shape == (0, DIM)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_geo_in_rounds_over_servers(cluster: Callable[..., Cluster], wire: str) -> None:
+    """Two workers' differences of 40,000 rows, in parts, on two servers: each has its own and the other's."""
+    made = cluster(2)
+    keys = np.arange(40_000, dtype=np.uint64)
+    crew = [Geo(made.connect(wire=wire, rank=rank), every=1, weight=1.0, workers=2, rounds=True) for rank in range(2)]
+    before = made.connect().pull(keys)
+
+    def work(geo: Geo) -> np.ndarray:
+        for _ in range(2):
+            geo.push(keys, np.full((len(keys), DIM), 0.25, np.float32))
+        return geo.pull(keys)
+
+    with ThreadPoolExecutor(2) as pool:
+        copies = list(pool.map(work, crew))
+    rows = made.connect().pull(keys)
+    np.testing.assert_allclose(rows - before, -0.5 * 0.25 * 4, atol=1e-5 if wire == "fp32" else 0.02)
+    for copy in copies:
+        np.testing.assert_allclose(copy, rows, atol=1e-5 if wire == "fp32" else 0.02)
+    for geo in crew:
+        geo.close()
 
 
 @pytest.mark.parametrize("wire", ["fp16", "int8"])

@@ -135,6 +135,7 @@ def test_rules_are_those_of_the_recipe() -> None:
         ({"head": {"store": "disk"}}, "head.store is 'disk', expected 'memory', 'file', 'file:FOLDER'"),
         ({"head": {"store": "memory:x"}}, "head.store is 'memory:x'"),
         ({"head": {"store": "file:/nowhere"}}, "expected an existing folder"),
+        ({"head": {"store": "file:123"}}, "expected an existing folder"),
         ({"head": {"sample_rate": 1.0}}, "needs head.sample_rate below 1, got 1.0"),
         ({"head": {"fused": True}}, "exclude each other"),
         ({"head": {"weight_dtype": "bf16"}}, "needs fused = true"),

@@ -87,7 +87,7 @@ def test_modes_without_servers_learn_alike(mode: str, tmp_path: Path, whole: tup
     np.testing.assert_allclose(mine.vectors, here.vectors, rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow), "geo"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow), "geo", "geo in rounds"])
 def test_workers_share_one_store(mode: str, tmp_path: Path) -> None:
     """Three workers as threads; each trains a third, and all of it comes together."""
     run = config(tmp_path, epochs=4, model=SkipGramModel(dim=32, lr=0.3 if mode == "sync" else 0.05))
@@ -96,6 +96,7 @@ def test_workers_share_one_store(mode: str, tmp_path: Path) -> None:
         "async": lambda seat: Async(seat, merge=2, staleness=1),  # unbounded, a starved sender learns little here
         "sync": lambda seat: Sync(seat, workers=3),
         "geo": lambda seat: Geo(seat, every=2, weight=1.0, workers=3),
+        "geo in rounds": lambda seat: Geo(seat, every=2, pace=0.001, workers=3, rounds=True),
     }[mode]
 
     def work(comm: Communicator) -> tuple[int, WordVectors]:
@@ -108,7 +109,7 @@ def test_workers_share_one_store(mode: str, tmp_path: Path) -> None:
 
     found = run_ranks(3, work)
     steps = [step for step, _ in found]
-    assert max(steps) - min(steps) <= (0 if mode == "sync" else run.epochs)
+    assert max(steps) - min(steps) <= (0 if mode in ("sync", "geo in rounds") else run.epochs)
     np.testing.assert_array_equal(found[0][1].vectors, found[2][1].vectors)
     result = word2vec.evaluate(run, found[0][1])
     assert result["similarity_spearman"] > 0.5 and result["analogies_accuracy"] > 0.1

@@ -24,7 +24,8 @@ class Geo(Communicator):
              to where it comes to rest one step takes a row; see `weights`. What was not sent is then dropped
     workers  default: how many are connected at each exchange
     rounds   True: an exchange ends when all `workers` have come to it, within `deadline` seconds, and all go on from
-             the same rows; so all make as many exchanges. False: each takes what is there when it comes
+             the same rows (one that it meets first between two: as it is then); so all make as many exchanges.
+             False: each takes what is there when it comes
     overlap  False: the push that completes `every` waits for the exchange. True: it goes on meanwhile
 
     `local` is the copy. Code that trains it directly tells which rows moved: `touch(keys, steps)`.
@@ -62,8 +63,10 @@ class Geo(Communicator):
             raise ValueError(f"got pace={pace}, weight={weight}, expected one of them, a pace between 0 and 1")
         if workers is not None and workers < 1:
             raise ValueError(f"workers: got {workers}, expected 1 or more")
-        if rounds and workers is None:
-            raise ValueError("rounds: got no workers, expected how many come to each")
+        if rounds and (workers is None or every == "auto"):
+            raise ValueError(
+                f"rounds: got workers={workers}, every={every!r}, expected two numbers, as all others have"
+            )
         if not deadline > 0:
             raise ValueError(f"deadline: got {deadline}, expected seconds above 0")
         self.rounds, self.deadline = rounds, deadline
@@ -164,14 +167,16 @@ class Geo(Communicator):
             self._come(workers)
             self.store.wait_round(self._round, deadline=self.deadline)  # all have added
             changes = self.store.exchange(keys[:0], sent[:0])
-            self._come(workers)
         if changes.behind:
             self._refresh()
         else:
             held = self._base.contains(changes.keys)
             self._take_over(changes.keys[held], changes.rows[held])
+        if self._round is not None:
+            self._come(workers)
 
     def _come(self, workers: int) -> None:
+        """A part of a round without rows: once all workers have come, what each did before is done."""
         assert self._round is not None
         self.store.contribute(
             np.empty(0, np.uint64), np.empty((0, self.dim), np.float32), round=self._round, workers=workers

@@ -71,14 +71,15 @@ void index_against_map() {
     }
     if (turn % 9001 == 9000) index.settle();
     CHECK(index.count() == expected.size());
+    if (turn % 1000 != 999) continue;
+    uint64_t seen = 0;  // of the arrays that it has while it grows, too
+    index.visit([&](const Slot& slot) {
+      ++seen;
+      CHECK(expected.at(slot.key) == slot.row);
+    });
+    CHECK(seen == expected.size());
   }
-  index.settle();
-  uint64_t seen = 0;
-  index.visit([&](const Slot& slot) {
-    ++seen;
-    CHECK(expected.at(slot.key) == slot.row);
-  });
-  CHECK(seen == expected.size() && seen > 500);
+  CHECK(expected.size() > 500);
 }
 
 // Sums of small whole numbers are exact in floats.

@@ -373,9 +373,12 @@ def test_geo_in_rounds_goes_on_from_the_same_rows(workers: int) -> None:
     pace, repeats, target = 0.02, np.array([1, 8, 500]), np.float32([3.0, -1.0, 2.0])[:, None]
     host = Host(Table(DIM, rule="sgd", lr=1.0, init="zeros", locked=True))
     ended: dict[int, np.ndarray] = {}
+    seen = threading.Barrier(workers)
 
     def work(rank: int) -> None:
         geo = Geo(Seat(host, rank=rank), every=1, pace=pace, workers=workers, rounds=True, deadline=30)
+        geo.pull(KEYS[:3])
+        seen.wait(30)  # before the first of them adds
         for _ in range(4):
             rows = geo.pull(KEYS[:3])
             way = (1 - (1 - pace) ** repeats)[:, None]
@@ -520,7 +523,8 @@ def test_the_same_write_twice_is_one_write() -> None:
         (lambda s: Geo(s, weight=2.0), "weight: got 2.0"),
         (lambda s: Geo(s, weight=0.5, pace=0.1), r"got pace=0\.1, weight=0\.5"),
         (lambda s: Geo(s, pace=1.0), r"got pace=1\.0"),
-        (lambda s: Geo(s, rounds=True), "rounds: got no workers"),
+        (lambda s: Geo(s, rounds=True), "rounds: got workers=None, every=100"),
+        (lambda s: Geo(s, rounds=True, workers=2, every="auto"), "rounds: got workers=2, every='auto'"),
         (lambda s: Geo(s, deadline=0.0), r"deadline: got 0\.0"),
         (lambda s: Geo(s, pace=0.1).touch(KEYS[:1], -np.ones(1, np.float32)), "steps: got a negative number"),
         (lambda s: Geo(s, workers=0), "workers: got 0"),

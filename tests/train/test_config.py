@@ -50,6 +50,10 @@ CHOICES: dict[str, st.SearchStrategy] = {
     "unsampled": st.sampled_from(["still", "decayed"]),
     "cache_dtype": st.sampled_from(["fp32", "bf16"]),
     "product_dtype": st.sampled_from(["auto", "fp32", "bf16"]),
+    "sample_rate": st.floats(0, 1, allow_subnormal=False),
+    "momentum": st.floats(0, 0.999, allow_subnormal=False),
+    "betas": st.tuples(*[st.floats(0, 0.999, allow_subnormal=False)] * 2),
+    "sub_centers": st.integers(1, 9),
     "amp": st.sampled_from(["fp32", "bf16", "fp16"]),
     "recompute": st.sampled_from(["none", "full", "selective", "every:2", "blocks:0-3,7"]),
     "reduce_dtype": st.sampled_from(["fp32", "bf16"]),  # fp16 does not go with dgc
@@ -184,11 +188,11 @@ def test_a_missing_recipe_gets_a_suggestion(
 
 def test_numbers_are_converted_and_defaults_kept(tmp_path: Path) -> None:
     path = tmp_path / "whole.toml"
-    path.write_text("timeout = 5\n[optim]\nlr = 1\nbetas = [0, 1]\n[head]\nfilter_threshold = 1\n")
+    path.write_text("timeout = 5\n[optim]\nlr = 1\nbetas = [0, 0.5]\n[head]\nfilter_threshold = 1\n")
     config = load_recipe(str(path))
     assert config == Config(
         timeout=5.0,
-        optim=OptimConfig(lr=1.0, betas=(0.0, 1.0)),
+        optim=OptimConfig(lr=1.0, betas=(0.0, 0.5)),
         head=HeadConfig(filter_threshold=1.0),
         data=DataConfig(),
         model=ModelConfig(),

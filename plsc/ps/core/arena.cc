@@ -18,6 +18,8 @@ namespace {
 
 constexpr size_t kHuge = size_t{2} << 20;
 constexpr size_t kOwnPages = size_t{64} << 10;  // from here on freed memory goes back to the system at once
+// Memory from here on gets whole huge pages: on small ones every search would be a walk through page tables as well.
+constexpr size_t kNearlyHuge = size_t{3} << 19;
 constexpr size_t kLargestRegion = size_t{64} << 20;
 constexpr size_t kProbes = 32;
 
@@ -67,8 +69,8 @@ int nameless_file(const std::string& directory) {
 
 Block::Block(size_t bytes) : size_(bytes) {
   if (bytes >= kOwnPages) {
-    size_ = round_up(bytes, 4096);
-    data_ = bytes >= kHuge ? map_huge(size_) : map_pages(size_, kTogether);
+    size_ = bytes >= kNearlyHuge ? std::max(kHuge, round_up(bytes, 4096)) : round_up(bytes, 4096);
+    data_ = bytes >= kNearlyHuge ? map_huge(size_) : map_pages(size_, kTogether);
   } else {
     data_ = std::aligned_alloc(64, round_up(bytes, 64));
     if (data_ == nullptr) throw std::bad_alloc();

@@ -10,7 +10,7 @@ constexpr uint64_t kMoved = 32;  // slots that one insertion moves on: growth en
 
 }  // namespace
 
-Slot* Index::put(const Slots& slots, uint64_t place, const Slot& slot) {
+Slot* Index::put(const Lines& slots, uint64_t place, const Slot& slot) {
   uint64_t at = slots.home(place);
   while (slots[at].row != 0) at = slots.after(at);
   slots[at] = slot;
@@ -18,65 +18,71 @@ Slot* Index::put(const Slots& slots, uint64_t place, const Slot& slot) {
 }
 
 void Index::make_room() {
-  if (old_.capacity() != 0) advance(kMoved);
-  if ((count_ + 1) * 5 <= now_.capacity() * 4) return;
+  if (search_.old.count != 0) advance(kMoved);
+  if ((count_ + 1) * 5 <= slots().capacity() * 4) return;
   settle();
-  const uint64_t lines = now_.capacity() / kLine;
-  Slots larger(lines + lines / 2 + 1);
-  old_ = std::move(now_);
-  now_ = std::move(larger);
-  start_ = front_ = 0;
-  while (old_[start_ + kLine - 1].row != 0) start_ += kLine;  // a fifth of the slots is free
-  start_ = old_.after(start_ + kLine - 1);
+  const uint64_t lines = slots().count + slots().count / 2 + 1;
+  Block larger(lines * kLine * sizeof(Slot));
+  old_block_ = std::move(now_block_);
+  now_block_ = std::move(larger);
+  Lines& old = search_.old;
+  old = search_.now;
+  search_.now = {static_cast<Slot*>(now_block_.data()), lines};
+  uint64_t start = 0;
+  while (old[start + kLine - 1].row != 0) start += kLine;  // a fifth of the slots is free
+  search_.start = old.after(start + kLine - 1);
+  search_.front = 0;
   // From the start on, so that the front is always ahead of runs that go on past the start.
   advance(kMoved);
 }
 
 void Index::reserve(uint64_t more) {
   const uint64_t wanted = (count_ + more) * 4 / 3 / kLine + 1;
-  if (more == 0 || now_.capacity() >= wanted * kLine) return;
+  if (more == 0 || slots().count >= wanted) return;
   settle();
-  Slots larger(wanted);
+  Block block(wanted * kLine * sizeof(Slot));
+  const Lines larger{static_cast<Slot*>(block.data()), wanted};
   visit([&](const Slot& slot) { put(larger, place_of(slot), slot); });
-  now_ = std::move(larger);
+  now_block_ = std::move(block);
+  search_.now = larger;
 }
 
 Slot* Index::insert(uint64_t key, uint64_t hash, uint32_t row, uint32_t seen) {
   ++count_;
-  const uint64_t place = hash * salt_;
-  return put(where(place), place, {key, row, seen});
+  return put(search_.where(place(hash)), place(hash), {key, row, seen});
 }
 
 // Moves whole runs, so that the front stands in a gap again.
 void Index::advance(uint64_t steps) {
-  const uint64_t capacity = old_.capacity();
-  uint64_t at = start_ + front_;
+  Search& s = search_;
+  const uint64_t capacity = s.old.capacity();
+  uint64_t at = s.start + s.front;
   if (at >= capacity) at -= capacity;
-  while (front_ < capacity) {
-    Slot& slot = old_[at];
+  while (s.front < capacity) {
+    Slot& slot = s.old[at];
     if (slot.row == 0) {
       if (steps == 0) return;
     } else {
-      put(now_, place_of(slot), slot);
+      put(s.now, place_of(slot), slot);
       slot.row = 0;
     }
-    ++front_;
-    at = old_.after(at);
+    ++s.front;
+    at = s.old.after(at);
     steps -= steps > 0 ? 1 : 0;
   }
   // The last run may have gone on past the start.
-  for (; old_[at].row != 0; at = old_.after(at)) put(now_, place_of(old_[at]), old_[at]);
-  old_ = Slots();
+  for (; s.old[at].row != 0; at = s.old.after(at)) put(s.now, place_of(s.old[at]), s.old[at]);
+  s.old = {};
+  old_block_ = Block();
 }
 
 void Index::settle() {
-  if (old_.capacity() != 0) advance(old_.capacity());
+  if (search_.old.count != 0) advance(search_.old.capacity());
 }
 
 void Index::remove(uint64_t key, uint64_t hash) {
-  const uint64_t place = hash * salt_;
-  const Slots& slots = where(place);
-  uint64_t hole = slots.home(place);
+  const Lines& slots = search_.where(place(hash));
+  uint64_t hole = slots.home(place(hash));
   while (slots[hole].key != key || slots[hole].row == 0) hole = slots.after(hole);
   uint64_t at = hole;
   for (;;) {

@@ -32,7 +32,6 @@ uint64_t Table::erase(const uint64_t* keys, size_t n) {
 uint64_t Table::remove_where(Stripe& stripe, const std::function<bool(const Slot&, const char*)>& goes) {
   // Removing moves slots back, past the one looked at: keys are collected first.
   std::vector<uint64_t> keys;
-  stripe.index.settle();
   stripe.index.visit([&](const Slot& slot) {
     if (goes(slot, row_at(stripe, slot.row - 1))) keys.push_back(slot.key);
   });
@@ -61,7 +60,6 @@ uint64_t Table::trim(Stripe& stripe) {
   };
   std::vector<Worth> all;
   all.reserve(stripe.index.count());
-  stripe.index.settle();
   stripe.index.visit([&](const Slot& slot) { all.push_back(worth(slot, row_at(stripe, slot.row - 1))); });
   const uint64_t goal = quota_ - quota_ / 8;
   const auto last = all.begin() + static_cast<std::ptrdiff_t>(stripe.index.count() - goal);
@@ -91,7 +89,6 @@ void Table::decay(float factor) {
   if (!spec_.layout.counters) return;
   for (auto& stripe : stripes_) {
     const Alone alone(gate_);
-    stripe->index.settle();
     stripe->index.visit([&](const Slot& slot) {
       auto* const counters = reinterpret_cast<float*>(row_at(*stripe, slot.row - 1) + spec_.layout.counters_at);
       counters[0] *= factor;
@@ -110,7 +107,6 @@ void Table::stripe_rows(int index, std::vector<uint64_t>& keys, std::vector<floa
   values.resize(keys.size() * dim);
   state.resize(keys.size() * width);
   size_t i = 0;
-  stripe.index.settle();
   stripe.index.visit([&](const Slot& slot) {
     const char* const row = row_at(stripe, slot.row - 1);
     keys[i] = slot.key;

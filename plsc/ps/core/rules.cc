@@ -105,6 +105,7 @@ struct AdamW {
 };
 
 struct User {
+  static constexpr int state(int) { return 0; }  // known when it runs: its dimension is never fixed
   static void step(const RowSpec& spec, float lr, float* w, float* s, const float* g, int dim) {
     spec.rule.step(w, s, g, dim, lr, spec.rule.args.data());
   }
@@ -176,29 +177,31 @@ inline __attribute__((always_inline)) bool update_row(const RowSpec& spec, float
   int width = layout.state;
   if constexpr (kDim > 0) width = Rule::state(kDim);  // known to the compiler
   const RuleOptions& rule = spec.rule;
-  const bool direct = layout.dtype == Dtype::fp32;
-  float* const value = direct ? reinterpret_cast<float*>(row) : scratch;
-  float* const state = reinterpret_cast<float*>(row + layout.state_at);
-  if (!direct) read_value(layout, row, value);
-  float* const kept = scratch + 2 * dim;
-  const size_t value_bytes = sizeof(float) * static_cast<size_t>(dim), state_bytes = sizeof(float) * static_cast<size_t>(width);
-  std::memcpy(kept, value, value_bytes);
-  std::memcpy(kept + dim, state, state_bytes);
+  // Worked on apart, in registers where the width is known, and put back if it is sound.
+  float own[kDim > 0 ? Rule::state(kDim) + kDim : 1];
+  float* const value = kDim > 0 ? own : scratch;
+  float* const state = value + dim;
+  const size_t state_bytes = sizeof(float) * static_cast<size_t>(width);
+  if (layout.dtype == Dtype::fp32) {
+    std::memcpy(value, row, sizeof(float) * static_cast<size_t>(dim) + state_bytes);  // in one piece
+  } else {
+    read_value(layout, row, value);
+    std::memcpy(state, row + layout.state_at, state_bytes);
+  }
   const float decay = std::is_same_v<Rule, AdamW> ? 0.0f : rule.weight_decay;
   if (decay != 0.0f || clips(rule)) {
-    prepare(rule, decay, value, grad, scratch + dim, dim);
-    grad = scratch + dim;
+    float* const prepared = kDim > 0 ? scratch : scratch + dim + width;
+    prepare(rule, decay, value, grad, prepared, dim);
+    grad = prepared;
   }
   Rule::step(spec, lr, value, state, grad, dim);
-  // fp32 rows are value and state in one piece.
-  const bool sound = direct ? finite(value, static_cast<size_t>(dim + width))
-                            : finite(value, static_cast<size_t>(dim)) && finite(state, static_cast<size_t>(width));
-  if (!sound) {
-    std::memcpy(value, kept, value_bytes);
-    std::memcpy(state, kept + dim, state_bytes);
-    return false;
+  if (!finite(value, static_cast<size_t>(dim + width))) return false;
+  if (layout.dtype == Dtype::fp32) {
+    std::memcpy(row, value, sizeof(float) * static_cast<size_t>(dim) + state_bytes);
+  } else {
+    write_value(layout, row, value);
+    std::memcpy(row + layout.state_at, state, state_bytes);
   }
-  if (!direct) write_value(layout, row, value);
   return true;
 }
 
@@ -208,7 +211,7 @@ bool update(const RowSpec& spec, float lr, char* row, const float* grad, float* 
 }
 
 #if defined(__x86_64__)
-// The same with wider registers. AVX2 alone fuses nothing, so the bits are the same.
+// The same with wider registers. Compiled without contraction nothing is fused, so the bits are the same.
 template <class Rule, int kDim>
 __attribute__((target("avx2"))) bool update_avx2(const RowSpec& spec, float lr, char* row, const float* grad,
                                                  float* scratch) {
@@ -216,7 +219,16 @@ __attribute__((target("avx2"))) bool update_avx2(const RowSpec& spec, float lr, 
 }
 
 template <class Rule, int kDim>
+__attribute__((target("avx512f,avx512dq,avx512vl,prefer-vector-width=512"))) bool update_avx512(
+    const RowSpec& spec, float lr, char* row, const float* grad, float* scratch) {
+  return update_row<Rule, kDim>(spec, lr, row, grad, scratch);
+}
+
+template <class Rule, int kDim>
 Update widest() {
+  if constexpr (kDim % 16 == 0 && kDim > 0) {
+    if (__builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) return update_avx512<Rule, kDim>;
+  }
   return __builtin_cpu_supports("avx2") ? update_avx2<Rule, kDim> : update<Rule, kDim>;
 }
 #else

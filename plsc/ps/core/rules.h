@@ -58,7 +58,7 @@ struct RowSpec {
 };
 
 // Applies one gradient of numbers below its rule's limit; false: the row would not be finite, and is as it was.
-// `scratch` holds 3 * dim + state floats.
+// `scratch` holds 2 * dim + state floats.
 using Update = bool (*)(const RowSpec& spec, float lr, char* row, const float* grad, float* scratch);
 
 RowSpec make_spec(int dim, Dtype dtype, const RuleOptions& rule, Init init, float init_scale, uint64_t seed,

@@ -141,13 +141,14 @@ uint64_t Table::save(const std::string& path, const std::string& header, uint64_
     const std::lock_guard<std::mutex> lock(stripe.mutex);
     const uint32_t now = clock_.load(std::memory_order_relaxed);
     const uint32_t oldest = since == 0 ? ~uint32_t{0} : now - static_cast<uint32_t>(since);
-    stripe.index.settle();
-    const Slots& all = stripe.index.slots();
+    const Search search = stripe.index.search();
     uint64_t at = 0;
-    while (at < all.capacity()) {
+    const uint64_t capacity = search.now.capacity() + search.old.capacity();
+    while (at < capacity) {
       slots.clear();
-      for (; at < all.capacity() && slots.size() < most; ++at) {
-        if (all[at].row != 0 && now - all[at].seen <= oldest) slots.push_back(&all[at]);
+      for (; at < capacity && slots.size() < most; ++at) {
+        const Slot& slot = at < search.now.capacity() ? search.now[at] : search.old[at - search.now.capacity()];
+        if (slot.row != 0 && now - slot.seen <= oldest) slots.push_back(&slot);
       }
       if (slots.empty()) break;
       const size_t n = slots.size(), bytes = n * (12 + stride);

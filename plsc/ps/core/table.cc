@@ -17,15 +17,15 @@
 namespace plsc {
 namespace {
 
-constexpr size_t kChunk = 65536;         // keys worked on at a time: their scratch stays in the cache
+constexpr size_t kChunk = 16384;         // keys worked on at a time: with floats and scratch they stay in the cache
 constexpr size_t kSlabBytes = 64 << 10;  // about
 constexpr double kFirstLines = 32;
 constexpr uint64_t kAhead = 16;          // keys whose slots, rows whose lines, are on their way
 constexpr uint64_t kLockedAhead = 8;     // the same under a lock, where the caller's arrays are not met in order either
 
-void prefetch_row(const char* row, size_t bytes) {
-  const size_t most = std::min<size_t>(bytes, 512);
-  for (size_t at = 0; at < most; at += 64) __builtin_prefetch(row + at, 1, 3);
+void prefetch_row(const char* row, size_t bytes) {  // of a row or null
+  const char* const end = row + std::min<size_t>(bytes, 512);
+  for (row -= reinterpret_cast<uintptr_t>(row) % 64; row < end; row += 64) __builtin_prefetch(row, 1, 3);
 }
 
 // A fork while another thread holds a lock would leave it locked in the child for ever: every table is emptied of
@@ -70,7 +70,8 @@ struct Table::Scratch {
     uint64_t key;
     uint64_t at;  // in the batch
   };
-  std::vector<Item> items;  // sorted by stripe
+  std::vector<Item> items;       // sorted by stripe
+  std::vector<uint16_t> stripe;  // of each key
   std::vector<uint32_t> start, late;
   std::vector<char*> rows;
   std::vector<uintptr_t> pages;  // to be read from the arena's file
@@ -138,11 +139,8 @@ Slot* Table::insert(Stripe& stripe, uint64_t key, uint64_t hash, float* floats) 
 
 // Room for so many rows more: a file's size says how many are coming.
 void Table::reserve(uint64_t rows) {
-  const Inside inside(gate_);
-  for (auto& stripe : stripes_) {
-    const std::lock_guard<std::mutex> lock(stripe->mutex);
-    stripe->index.reserve(rows / stripes_.size());
-  }
+  const Alone alone(gate_);
+  for (auto& stripe : stripes_) stripe->index.reserve(rows / stripes_.size());
 }
 
 // Counts a key that has no row; true once it may have one.
@@ -166,32 +164,50 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, s
                   Visit& visit) {
   const size_t stripes = stripes_.size();
   s.start.assign(stripes + 1, 0);
-  for (size_t i = 0; i < n; ++i) ++s.start[(mix(keys[i]) & stripe_mask_) + 1];
-  for (size_t k = 0; k < stripes; ++k) s.start[k + 1] += s.start[k];
-  for (size_t i = 0; i < n; ++i) s.items[s.start[mix(keys[i]) & stripe_mask_]++] = {keys[i], i};
+  uint32_t* const start = s.start.data();
+  uint16_t* const stripe_of_key = s.stripe.data();
+  Scratch::Item* const items = s.items.data();
+  char** const rows = s.rows.data();
+  for (size_t i = 0; i < n; ++i) {
+    const auto k = static_cast<uint16_t>(mix(keys[i]) & stripe_mask_);
+    stripe_of_key[i] = k;
+    ++start[k + size_t{1}];
+  }
+  for (size_t k = 0; k < stripes; ++k) start[k + 1] += start[k];
+  for (size_t i = 0; i < n; ++i) items[start[stripe_of_key[i]]++] = {keys[i], i};
   // Filling moved every start to its stripe's end, which is the next one's beginning.
-  const auto begin_of = [&](size_t k) { return k == 0 ? 0u : s.start[k - 1]; };
+  const auto begin_of = [&](size_t k) { return k == 0 ? 0u : start[k - 1]; };
 
   bool over = false;
   uint64_t born = 0, turned_away = 0;
-  const bool sets = missing == Missing::set;
+  // From a disk the rows of all stripes are asked for at once.
+  const bool locked = options_.locked, sets = missing == Missing::set, later = !locked && arena_->reads_ahead();
   const uint32_t now = clock_.load(std::memory_order_relaxed);
   const char* const seen = s.seen == nullptr ? nullptr : s.seen + 4 * visit.done;
-  const auto group = [&](size_t k) {
+  const auto group = [&](size_t k, std::unique_lock<std::mutex>& lock) {
     Stripe& stripe = *stripes_[k];
-    const uint32_t begin = begin_of(k), end = s.start[k];
+    const uint32_t begin = begin_of(k), end = start[k];
+    Search search = stripe.index.search();
+    uint64_t places[kAhead];  // of the keys that come next
+    const auto ask = [&](uint32_t j) {
+      const uint64_t place = stripe.index.place(mix(items[j].key));
+      places[j % kAhead] = place;
+      __builtin_prefetch(search.line_of(place), 0, 3);
+      if (sets) visit.ahead(items[j].at);
+    };
+    for (uint32_t j = begin; j < std::min<uint32_t>(end, begin + kAhead); ++j) ask(j);
     for (uint32_t j = begin; j < end; ++j) {
-      if (j + kAhead < end) {
-        __builtin_prefetch(stripe.index.line_of(mix(s.items[j + kAhead].key)), 0, 3);
-        if (sets) visit.ahead(s.items[j + kAhead].at);
-      }
-      const uint64_t key = s.items[j].key, hash = mix(key);
-      char*& row = s.rows[options_.locked ? j : s.items[j].at];
-      Slot* slot = stripe.index.find(key, hash);
+      const uint64_t place = places[j % kAhead];
+      if (j + kAhead < end) ask(j + kAhead);
+      const auto [key, at] = items[j];
+      char*& row = rows[later ? at : j];
+      Slot* slot = search.find(key, place);
       bool newborn = false;
-      if (slot == nullptr && missing != Missing::skip) {
+      if (__builtin_expect(slot == nullptr && missing != Missing::skip, 0)) {
+        const uint64_t hash = mix(key);
         if (missing != Missing::admit || admits(stripe, key, hash)) {
           slot = insert(stripe, key, hash, sets ? nullptr : s.floats.data());
+          search = stripe.index.search();
           newborn = true;
           rows_.fetch_add(1, std::memory_order_relaxed);
           ++born;
@@ -201,52 +217,52 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, s
       }
       if (slot == nullptr) {
         row = nullptr;
-      } else {
-        if (touch) slot->seen = now;
-        if (seen != nullptr) std::memcpy(&slot->seen, seen + 4 * s.items[j].at, 4);
-        row = row_at(stripe, slot->row - 1);
-        if (newborn && sets) {
-          visit(s.items[j].at, row);
-          row = nullptr;
-        }
+        continue;
+      }
+      if (touch) slot->seen = now;
+      if (seen != nullptr) std::memcpy(&slot->seen, seen + 4 * at, 4);
+      row = row_at(stripe, slot->row - 1);
+      if (newborn && sets) {
+        visit(at, row);
+        row = nullptr;
       }
     }
     over = over || over_quota(stripe);
-    if (!options_.locked) return;
-    if (arena_->reads_ahead()) Arena::read_ahead(s.rows.data() + begin, end - begin, row_bytes, s.pages);
+    if (later) return;
+    if (!locked) lock.unlock();  // Hogwild: rows do not move, so their floats are reached without a lock
+    if (arena_->reads_ahead()) Arena::read_ahead(rows + begin, end - begin, row_bytes, s.pages);
     for (uint32_t j = begin; j < end; ++j) {
       if (j + kLockedAhead < end) {
-        if (s.rows[j + kLockedAhead] != nullptr) prefetch_row(s.rows[j + kLockedAhead], row_bytes);
-        visit.ahead(s.items[j + kLockedAhead].at);
+        if (rows[j + kLockedAhead] != nullptr) prefetch_row(rows[j + kLockedAhead], row_bytes);
+        visit.ahead(items[j + kLockedAhead].at);
       }
-      visit(s.items[j].at, s.rows[j]);
+      visit(items[j].at, rows[j]);
     }
   };
 
   // Stripes that another thread holds are left for later.
   s.late.clear();
   for (size_t k = 0; k < stripes; ++k) {
-    if (begin_of(k) == s.start[k]) continue;
+    if (begin_of(k) == start[k]) continue;
     std::unique_lock<std::mutex> lock(stripes_[k]->mutex, std::try_to_lock);
     if (lock.owns_lock()) {
-      group(k);
+      group(k, lock);
     } else {
       s.late.push_back(static_cast<uint32_t>(k));
     }
   }
   for (const uint32_t k : s.late) {
-    const std::lock_guard<std::mutex> lock(stripes_[k]->mutex);
-    group(k);
+    std::unique_lock<std::mutex> lock(stripes_[k]->mutex);
+    group(k, lock);
   }
   born_.fetch_add(born, std::memory_order_relaxed);
   unadmitted_.fetch_add(turned_away, std::memory_order_relaxed);
   contended_.fetch_add(s.late.size(), std::memory_order_relaxed);
-  if (options_.locked) return over;
-  // Hogwild: rows do not move, so their floats are reached without a lock, in the order of the batch.
-  if (arena_->reads_ahead()) Arena::read_ahead(s.rows.data(), n, row_bytes, s.pages);
+  if (!later) return over;
+  Arena::read_ahead(rows, n, row_bytes, s.pages);
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && s.rows[i + kAhead] != nullptr) prefetch_row(s.rows[i + kAhead], row_bytes);
-    visit(i, s.rows[i]);
+    if (i + kAhead < n && rows[i + kAhead] != nullptr) prefetch_row(rows[i + kAhead], row_bytes);
+    visit(i, rows[i]);
   }
   return over;
 }
@@ -277,8 +293,9 @@ void Table::batch(const uint64_t* keys, size_t n, Missing missing, bool touch, s
   if (s.items.size() < most) {
     s.items.resize(most);
     s.rows.resize(most);
+    s.stripe.resize(most);
   }
-  const size_t floats = 3 * static_cast<size_t>(spec_.layout.dim) + static_cast<size_t>(spec_.layout.state);
+  const size_t floats = 2 * static_cast<size_t>(spec_.layout.dim) + static_cast<size_t>(spec_.layout.state);
   if (s.floats.size() < floats) s.floats.resize(floats);
   for (size_t done = 0; done < n; done += kChunk) {
     const size_t count = std::min(kChunk, n - done);

@@ -378,7 +378,7 @@ def test_every_output_that_cannot_be_written_is_refused_at_once(
     ("environment", "words"),
     [
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "1"}, "expected 0 <= RANK < WORLD_SIZE"),
-        ({"WORLD_SIZE": "4", "MASTER_ADDR": "h0"}, "sets WORLD_SIZE=4 and MASTER_ADDR but no rank"),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "h0"}, "the environment sets WORLD_SIZE=4 but no rank; set RANK for each"),
     ],
 )
 @pytest.mark.parametrize("more", [[], ["--check"], ["--plan"], ["--nproc", "2"]], ids=str)

@@ -61,6 +61,7 @@ ALLOWED = {
     ("strategies/dgc.py", "DGC._apply_sparse"): "where clip_norm is set: whether to clip what this rank sends",
     ("strategies/dgc.py", "largest_entries"): "the twin's: the kernels of select.cu do not wait",
     ("strategies/local_sgd.py", "LocalSGD._agree_on_period"): "not a quiet step: weights are averaged there",
+    ("strategies/local_sgd.py", "_describe"): "not a quiet step: optimizers' states are averaged where the ranks meet",
     ("strategies/precision.py", "any_nonfinite"): CPU + ": on a GPU the norm says it, there",
     ("strategies/precision.py", "_is_finite"): "where somebody asks whether a loss is finite, not in a quiet step",
     ("strategies/sync_bn.py", "SyncBatchNorm._track"): "where momentum is None only: a mean over all batches",

@@ -221,9 +221,11 @@ def test_one_of_your_own_and_what_the_checkpoint_says_of_it() -> None:
         (param * (comm.rank + 1)).sum().backward()
         reducer.finish()
         assert param.grad is not None and (param.grad == 1.5).all() and noting.seen == [(16, 2)]
-        assert reducer.state_dict()["reduce_dtype"] == "Noting"
+        saved = reducer.state_dict()
+        assert saved["reduce_dtype"] == "Noting"
+        reducer.remove()
         with pytest.raises(ValueError, match="got reduce_dtype 'Noting' in the checkpoint, expected 'fp16'"):
-            Reducer([param], comm, reduce_dtype="fp16").load_state_dict(reducer.state_dict())
+            Reducer([param], comm, reduce_dtype="fp16").load_state_dict(saved)
 
     run_ranks(2, body)
 

@@ -31,24 +31,21 @@ class Pool {
   }
 
   // Calls body on consecutive parts of [0, total) from up to `threads` threads, this one among them; returns when all
-  // are done. body must not throw. grain: fewest items worth a thread.
+  // are done. body must not throw. grain: fewest items worth a thread. There are more parts than threads, and whoever is
+  // free takes the next: a thread whose core is taken (torch's own wait busily after each product) holds up nobody.
   void run(int64_t total, int threads, int64_t grain, const Body& body) {
     const int64_t most = grain > 0 ? total / grain : total;
-    int parts = static_cast<int>(most < threads ? most : threads);
     std::unique_lock<std::mutex> busy(busy_, std::defer_lock);
-    if (parts < 2 || !busy.try_lock()) {
+    if (threads < 2 || most < 2 || !busy.try_lock()) {
       if (total > 0) body(0, total);
       return;
     }
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      parts = grow(parts - 1) + 1;
-      body_ = &body, total_ = total, parts_ = parts, pending_ = parts - 1;
-      ++round_;
-    }
-    wake_.notify_all();
-    body(0, total / parts);
     std::unique_lock<std::mutex> lock(mutex_);
+    helpers_ = grow(static_cast<int>(most < threads ? most : threads) - 1);
+    const int64_t wanted = int64_t{PARTS} * (helpers_ + 1);
+    body_ = &body, total_ = total, next_ = 0, parts_ = pending_ = most < wanted ? most : wanted;
+    wake_.notify_all();
+    take_parts(lock);
     done_.wait(lock, [this] { return pending_ == 0; });
   }
 
@@ -63,14 +60,19 @@ class Pool {
   }
 
   void work(int number) {
-    uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [&] { return round_ != seen; });
-      seen = round_;
-      if (number >= parts_ - 1) continue;
-      const int64_t begin = total_ * (number + 1) / parts_, end = total_ * (number + 2) / parts_;
+      wake_.wait(lock, [&] { return next_ < parts_ && number < helpers_; });
+      take_parts(lock);
+    }
+  }
+
+  // Works on parts as long as there are any; the lock is held between them.
+  void take_parts(std::unique_lock<std::mutex>& lock) {
+    while (next_ < parts_) {
+      const int64_t begin = total_ * next_ / parts_, end = total_ * (next_ + 1) / parts_;
       const Body* body = body_;
+      ++next_;
       lock.unlock();
       (*body)(begin, end);
       lock.lock();
@@ -78,12 +80,13 @@ class Pool {
     }
   }
 
+  static constexpr int PARTS = 8;  // of each thread
+
   std::mutex busy_, mutex_;
   std::condition_variable wake_, done_;
   const Body* body_ = nullptr;
-  int64_t total_ = 0;
-  int parts_ = 0, pending_ = 0, size_ = 0;
-  uint64_t round_ = 0;
+  int64_t total_ = 0, next_ = 0, parts_ = 0, pending_ = 0;
+  int helpers_ = 0, size_ = 0;
 };
 
 }  // namespace plsc

@@ -252,6 +252,7 @@ class TorchCommunicator(Communicator):
         if self._label == "world":
             self._session.heartbeat.stop()
             if self._session.owned and dist.is_initialized():
+                _ended.append(dist.group.WORLD)
                 dist.destroy_process_group()
 
     # ---- failures
@@ -351,6 +352,9 @@ class NcclCommunicator(TorchCommunicator):
 
 
 _open: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
+# Groups of worlds that were closed. torch's DDP has them as well, and frees the last reference without giving up the
+# GIL: it then waits for ever for a transport's thread that needs the GIL to let go of a verb's tensors.
+_ended: list[Any] = []
 
 
 @atexit.register
@@ -363,13 +367,14 @@ def _end_transports() -> None:
     """
 
     def let_go() -> None:
+        _ended.clear()
         for comm in list(_open):
             comm._transport = None
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # torch's objects refer to each other
 
-    if _open:
+    if _open or _ended:
         within(PATIENCE, let_go)
 
 

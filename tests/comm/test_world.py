@@ -369,3 +369,24 @@ assert any("gloo_runloop" in (task / "comm").read_text() for task in running.ite
     }
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr
+
+
+def test_torch_never_has_the_last_reference_of_a_world_that_was_closed(free_port: int) -> None:
+    """torch's DDP frees its group with the GIL held, and then waits for threads that may need the GIL."""
+    script = f"""
+import os, torch
+from torch.nn.parallel import DistributedDataParallel
+from plsc.comm import connect, torch_distributed
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="{free_port}")
+comm = connect("gloo")
+group = torch.distributed.group.WORLD
+net = DistributedDataParallel(torch.nn.Linear(2, 2))
+net(torch.ones(1, 2)).sum().backward()
+comm.gather_objects("all")
+comm.close()
+assert torch_distributed._ended == [group] and not torch.distributed.is_initialized()
+del net, group
+print("freed")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "freed\n", done.stdout + done.stderr

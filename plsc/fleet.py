@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from plsc.comm import Auto, Communicator, connect, connected, route, shard_of
 from plsc.data import Dataset, Loader
-from plsc.ops.optim import RowUpdate, deferred_updates, merge_updates
+from plsc.ops.updates import RowUpdate, deferred_updates, merge_updates
 from plsc.ps import Communicator as SparseStore
 from plsc.ps import Rule, SparseEmbedding
 from plsc.ps.choose import open_store
@@ -355,12 +355,16 @@ class Fleet:
         found: whether one of this rank's is, apart from `updates`; None: not asked. clipped: None: no norm is wanted.
         """
         numbers: list[Tensor] = []
+        squares = [] if clipped is None else [update.square(scale) for update in updates]
         if found is not None:
-            kinds = [found, any_nonfinite([update.grad for update in updates])] if updates else [found]
+            rows = [number for update in updates for number in update.numbers()]
+            kinds = (
+                [found, any_nonfinite([*rows, *(square.sqrt().float() for square in squares)])] if updates else [found]
+            )
             worst = torch.stack([kind.to(self.device) for kind in kinds]).amax().to(torch.int64)
             numbers.append(self.comm.all_reduce(worst, "max").wait().double())
         if clipped is not None:
-            numbers.append(self._norm(clipped, updates, scale))
+            numbers.append(self._norm(clipped, squares))
         values = torch.stack(numbers).tolist() if numbers else []
         return found is not None and values[0] > 0, values[-1] if clipped is not None else None
 
@@ -393,16 +397,18 @@ class Fleet:
                 if id(param) not in averaged:
                     param.grad = None
 
-    def _norm(self, params: list[nn.Parameter], updates: list[RowUpdate], scale: float) -> Tensor:
+    def _norm(self, params: list[nn.Parameter], squares: list[Tensor]) -> Tensor:
         """Norm of the gradient of everything, 0-d float64: replicated weights once, cut ones summed over ranks.
+
+        squares: of the norms of this rank's rows that wait for their step.
 
         Between the meetings of local SGD replicas have gradients of their own: the mean of their squares counts.
         """
         apart = {id(param) for local in self.locals for param in local.params}
         square = grad_norm([param for param in params if id(param) not in apart], self.comm).double() ** 2
         rows = square.new_zeros(())
-        for update in updates:
-            rows += (torch.linalg.vector_norm(update.grad) * scale).double() ** 2
+        for each in squares:
+            rows += each.to(rows.device)
         if apart:
             replica = grad_norm([param for param in params if id(param) in apart], self.comm).double() ** 2
             rows += replica.to(rows.device) / self.world_size

@@ -164,7 +164,7 @@ class ClassParallelHead(ClassParallelModule):
             state=self.row_state(),
             rounding=rounding,
             applied=self._applied,
-            observe=(lambda own: self._observe(own, y, all_norms)) if training else None,
+            observe=(lambda own: self._observe(own, y, all_norms, scoring)) if training else None,
             workspace=self.workspace,
         )
         factors = sample_factors(y, self.comm, unit.dtype, reduction)
@@ -181,13 +181,18 @@ class ClassParallelHead(ClassParallelModule):
     ) -> Tensor:
         return sharded_cross_entropy(unit, norms, self.weight, None, problem, factors=factors, reduction=reduction)
 
-    def _observe(self, own: Tensor | None, labels: Tensor, norms: Tensor) -> None:
-        """Lets the margin update its running statistics, from the valid samples of the global batch."""
+    def _observe(self, own: Tensor | None, labels: Tensor, norms: Tensor, scoring: Scoring) -> None:
+        """Lets the margin update its running statistics, from the valid samples of the global batch.
+
+        The step's blocks are scored by them as they are now, when made anew in the backward too.
+        """
         margin, own, valid = self.margin, norms if own is None else own, labels != IGNORE
         if margin.takes_valid:
             margin.update(own, norms, valid)  # type: ignore[call-arg]
         elif type(margin).update is not Margin.update and bool(valid.any()):
             margin.update(own[valid], norms[valid])
+        if margin.moves_others and type(margin).update is not Margin.update:
+            scoring.others = margin.frozen().others
 
     @torch.no_grad()
     def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,10 @@ promises unless it says otherwise:
 Half precision input is computed and returned in float32.
 """
 
+import copy
 import inspect
 import math
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,9 @@ __all__ = [
 ]
 
 GRADIENTS = ("true", "straight_through")
+
+
+Self = TypeVar("Self", bound="Margin")
 
 
 class Margin(nn.Module):
@@ -79,6 +84,12 @@ class Margin(nn.Module):
     def takes_valid(self) -> bool:
         """Whether this margin's `update` tells ignored samples by itself."""
         return "valid" in inspect.signature(type(self).update).parameters
+
+    def frozen(self: Self) -> Self:
+        """A copy that no later `update` reaches."""
+        twin = copy.copy(self)
+        twin._buffers = {name: None if kept is None else kept.clone() for name, kept in self._buffers.items()}
+        return twin
 
     def regularizer(self, norms: Tensor) -> Tensor | None:  # [B] -> [B]
         """A term added to the loss of each sample, or None."""

@@ -23,10 +23,11 @@ from plsc.nn.class_parallel import block_rows, check_queries, init_blocks
 from plsc.nn.head import TOPK_ROWS, ClassParallelHead, normalize
 from plsc.nn.row_store import RowStore
 from plsc.ops.cross_entropy import sharded_cross_entropy
-from plsc.ops.optim import RowOptimizer, RowUpdate, collector
+from plsc.ops.optim import RowOptimizer
 from plsc.ops.problem import Problem
 from plsc.ops.sweep import Sweep
 from plsc.ops.topk import split_topk
+from plsc.ops.updates import GradientUpdate, collector
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +54,13 @@ class StoreSteps(RowOptimizer):
 
 
 @dataclass
-class StoredUpdate(RowUpdate):
+class StoredUpdate(GradientUpdate):
     """A gradient for some classes, not pushed yet."""
 
     head: StoredHead | None = None
 
     def apply(self, scale: float = 1.0) -> None:
-        assert self.head is not None and self.rows is not None
+        assert self.head is not None
         self.head.push(self.rows, self.grad if scale == 1.0 else self.grad.mul_(scale))
 
 

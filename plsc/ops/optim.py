@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -213,27 +211,6 @@ def _check_unsampled(word: str) -> None:
         raise ValueError(f"unsampled is {word!r}, expected still or decayed")
 
 
-@dataclass
-class RowUpdate:
-    """A gradient for some rows of a weight, not applied yet."""
-
-    optimizer: RowOptimizer
-    weight: Tensor  # [C, ...], updated in place
-    state: State
-    rows: Tensor | None  # [R] row numbers; None: all rows
-    grad: Tensor  # [R, ...]
-    rounding: Rounding | None = None
-    applied: Callable[[Tensor | None], None] | None = None  # is told the rows afterwards
-
-    def apply(self, scale: float = 1.0) -> None:
-        """Steps the rows with `scale * grad`."""
-        if scale != 1.0:
-            self.grad.mul_(scale)
-        apply_rows(self.optimizer, self.weight, self.state, self.rows, self.grad, rounding=self.rounding)
-        if self.applied is not None:
-            self.applied(self.rows)
-
-
 def apply_rows(
     optimizer: RowOptimizer,
     weight: Tensor,
@@ -340,52 +317,3 @@ def pieces(weight: Tensor, start: int, stop: int) -> Iterator[tuple[int, int]]:
         step = max(_PIECE_BYTES * torch.get_num_threads() // row_bytes, 1)
     for first in range(start, stop, step):
         yield first, min(first + step, stop)
-
-
-_collecting: dict[int, list[RowUpdate]] = {}
-
-
-@contextmanager
-def deferred_updates() -> Iterator[list[RowUpdate]]:
-    """Inside, backward passes of fused heads put their row updates into the list instead of applying them.
-
-    Needed where ranks must agree first: fp16 overflow, clipping, gradient accumulation. Heads look it up by the thread
-    of their forward pass, because autograd runs CUDA backwards in a thread of its own.
-    """
-    thread = threading.get_ident()
-    outer = _collecting.get(thread)
-    updates: list[RowUpdate] = []
-    _collecting[thread] = updates
-    try:
-        yield updates
-    finally:
-        if outer is None:
-            del _collecting[thread]
-        else:
-            _collecting[thread] = outer
-
-
-def collector(thread: int) -> list[RowUpdate] | None:
-    """The list that collects updates for the forward thread `thread`, or None when updates apply at once."""
-    return _collecting.get(thread)
-
-
-def merge_updates(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
-    """One update a weight: gradients of the same rows (several micro-steps) are added."""
-    by_weight: dict[int, list[RowUpdate]] = {}
-    for update in updates:
-        by_weight.setdefault(id(update.weight), []).append(update)
-    return [group[0] if len(group) == 1 else _merge(group) for group in by_weight.values()]
-
-
-def _merge(group: Sequence[RowUpdate]) -> RowUpdate:
-    first = group[0]
-    if all(update.rows is None for update in group):
-        grad = torch.stack([update.grad for update in group]).sum(0)
-        return replace(first, grad=grad)
-    everything = torch.arange(first.weight.shape[0], device=first.weight.device)
-    rows = [everything if update.rows is None else update.rows for update in group]
-    union, place = torch.unique(torch.cat(rows), return_inverse=True)
-    grad = first.grad.new_zeros(len(union), *first.grad.shape[1:])
-    grad.index_add_(0, place, torch.cat([update.grad for update in group]))
-    return replace(first, rows=union, grad=grad)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from plsc.ops import host, native
 from plsc.ops.formats import is_wide
-from plsc.ops.optim import RowUpdate, apply_rows, collector, remove_radial
+from plsc.ops.optim import apply_rows, remove_radial
 from plsc.ops.problem import Problem
+from plsc.ops.updates import GradientUpdate, RowUpdate, SweepUpdate, collector
 
 # exp(+-range) summed over 1e8 classes stays in the dtype's, and so does each over a length between 1e-6 and 1e6
 _EXP_RANGE = {torch.float32: 64.0, torch.float64: 600.0}
@@ -35,10 +37,11 @@ class Sweep:
     def __init__(self, problem: Problem, weight: Tensor, bias: Tensor | None) -> None:
         self.problem, self.parameter = problem, weight  # the parameter itself: updates of one weight are told by it
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.version = weight._version  # what is made of the weight later must be made of the same one
         self.centers = weight.shape[1] if weight.dim() == 3 else 1
         self.num_rows = len(weight) if problem.rows is None else len(problem.rows)
         self.num_samples = len(problem.x)
-        self.released = False
+        self.released = self.waits = False  # after a backward; for the step of the rows after it
         self.cache: dict[int, Tensor] = {}
         self.maxima: dict[int, Tensor] = {}  # [N] the shift a cached block was made with, where it moves
         assert bias is None or not problem.half
@@ -69,8 +72,16 @@ class Sweep:
         return [(i, at, min(at + step, self.num_rows)) for i, at in enumerate(range(0, self.num_rows, step))]
 
     def release(self) -> None:
-        self.released = True
-        self.cache, self.maxima, self.output = {}, {}, None
+        """No backward comes any more; what the step of the rows needs stays until `free`, if it waits."""
+        self.released, self.output = True, None
+        if not self.waits:
+            self.free()
+
+    def free(self) -> None:
+        self.cache, self.maxima = {}, {}
+
+    def cached_bytes(self) -> int:
+        return sum(kept.numel() * kept.element_size() for kept in self.cache.values())
 
     def _find_own(self) -> None:
         """The samples whose class this rank holds, sorted by class: `mine` [M].
@@ -81,16 +92,25 @@ class Sweep:
         self.mine = self.place.argsort(stable=True)  # what is not held comes first
         if self.num_rows == 0:
             self.mine = self.mine[:0]
-        reads = host.reads_freely(self.place)
-        if reads:
+        if host.reads_freely(self.place):
             self.mine = self.mine[int((self.place < 0).sum()) :]
         self.own_at = self.place[self.mine]  # [M] the own row, -1 where it is not held; later the own vector of K a row
         self.held = self.own_at >= 0
         self.mine_rows = self.own_at.clamp_min(0)
         self.bounds: list[int] | None = None  # own classes of block b are those from bounds[b] to bounds[b + 1]
-        if reads:
+        self._bound_own()
+
+    def _bound_own(self) -> None:
+        if host.reads_freely(self.place):
             starts = torch.arange(0, self.num_rows + self.problem.block, self.problem.block)
             self.bounds = torch.searchsorted(self.mine_rows, starts).tolist()
+
+    def cut_as(self, other: Sweep) -> None:
+        """Cuts the rows into the blocks of another sweep over them."""
+        if self.problem.block != other.problem.block:
+            self.problem.block = other.problem.block
+            self.free()
+            self._bound_own()
 
     # ---- forward
 
@@ -340,12 +360,13 @@ class Sweep:
     def weight_gradient(self, g_total: Tensor, g_own: Tensor, need_bias: bool) -> tuple[Tensor | None, Tensor | None]:
         """Sweeps the blocks again: returns the gradients of weight and bias, or hands rows to the row optimizer."""
         problem, factor = self.problem, self.problem.scoring.scale * self.problem.grad_scale
-        coefficient = factor * g_total  # [N]
-        pull = self.x * coefficient[:, None]  # [N, D]
-        rounded = pull.to(self.operand)
-        own_pull = factor * g_own[self.mine] * self.cos_slope  # [M]
-        own_rows = self.x[self.mine] * (own_pull[:, None] * self.own_inverse)  # [M, D]
+        self.coefficient = factor * g_total  # [N]
+        self.own_pull = factor * g_own[self.mine] * self.cos_slope  # [M]
         pending = None if problem.optimizer is None else collector(problem.thread)
+        if pending is not None and problem.rows is None:  # steps all rows later, from a second sweep of its own
+            self.waits = True
+            pending.append(SweepUpdate([self]))
+            return None, None
         fused = problem.optimizer is not None and pending is None
         whole = grad_bias = None
         if not fused:
@@ -354,46 +375,68 @@ class Sweep:
             assert self.bias is not None
             grad_bias = torch.zeros_like(self.bias)
         for index, start, stop in self.blocks():
-            spread, shrink = self._exponentials_again(index, start, stop)
-            shape = stop - start, *self.weight.shape[1:]
-            grad = problem.workspace.get("gradient", problem.x, *shape) if whole is None else whole[start:stop]
-            a = rounded if shrink is None else (pull * shrink[:, None]).to(self.operand)
-            native.product(spread.T, a, out=grad.view(-1, grad.shape[-1]))
-            self._add_own(grad.view(-1, grad.shape[-1]), own_rows, index, start)
-            if grad_bias is not None:
-                part = spread.T @ (coefficient if shrink is None else coefficient * shrink)
-                self._add_own(part, own_pull, index, start)
-                grad_bias[self._chosen(start, stop)] = part
-            self._finish_block(grad, start, stop, fused)
+            grad = self.block_gradient(index, start, stop, whole if whole is None else whole[start:stop], grad_bias)
+            if fused:
+                self.step_rows(grad, start, stop)
+            else:
+                self.lead_to_weight(grad, start, stop)
         if fused and problem.applied is not None:
             problem.applied(problem.rows)
         return self._deliver(whole, pending), grad_bias
 
-    def _finish_block(self, grad: Tensor, start: int, stop: int, fused: bool) -> None:
-        """Leads the gradient of a block from w / |w| to w; fused: steps its rows."""
-        problem, rows, normalize = self.problem, self._chosen(start, stop), self.problem.scoring.normalize
-        if fused:
-            assert problem.optimizer is not None
-            apply_rows(
-                problem.optimizer,
-                self.weight,
-                problem.state,
-                rows,
-                grad,
-                normalize=normalize,
-                rounding=problem.rounding,
-            )
-        elif normalize:
-            remove_radial(self.weight, rows, grad)
+    def multiply(self, scale: float) -> None:
+        """Multiplies the weight's gradient by `scale`, before it is made."""
+        self.coefficient, self.own_pull = self.coefficient * scale, self.own_pull * scale
+        self.__dict__.pop("_factors", None)
+
+    @cached_property
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What blocks of exponentials are multiplied with: [N, D], the same as an operand; own-class rows [M, D]."""
+        pull = self.x * self.coefficient[:, None]
+        own_rows = self.x[self.mine] * (self.own_pull[:, None] * self.own_inverse)
+        return pull, pull.to(self.operand), own_rows
+
+    def block_gradient(
+        self, index: int, start: int, stop: int, out: Tensor | None = None, grad_bias: Tensor | None = None
+    ) -> Tensor:
+        """Gradient of the block's w / |w|, divided by |w|, if cosines, else of w: [n, (K,) D]; in a buffer or in `out`.
+
+        grad_bias: of all rows, gets those of the block.
+        """
+        problem, (pull, rounded, own_rows) = self.problem, self._factors
+        spread, shrink = self._exponentials_again(index, start, stop)
+        if out is None:
+            out = problem.workspace.get("gradient", problem.x, stop - start, *self.weight.shape[1:])
+        flat = out.view(-1, out.shape[-1])
+        a = rounded if shrink is None else (pull * shrink[:, None]).to(self.operand)
+        native.product(spread.T, a, out=flat)
+        self._add_own(flat, own_rows, index, start)
+        if grad_bias is not None:
+            part = spread.T @ (self.coefficient if shrink is None else self.coefficient * shrink)
+            self._add_own(part, self.own_pull, index, start)
+            grad_bias[self._chosen(start, stop)] = part
+        return out
+
+    def lead_to_weight(self, grad: Tensor, start: int, stop: int) -> None:
+        """From what `block_gradient` gives to the gradient of w, in place."""
+        if self.problem.scoring.normalize:
+            remove_radial(self.weight, self._chosen(start, stop), grad)
+
+    def step_rows(self, grad: Tensor, start: int, stop: int, *, led: bool = False) -> None:
+        """Steps the block's rows with what `block_gradient` gives; led: it is that of w already."""
+        problem, normalize = self.problem, self.problem.scoring.normalize and not led
+        assert problem.optimizer is not None
+        kept = problem.optimizer, self.weight, problem.state
+        apply_rows(*kept, self._chosen(start, stop), grad, normalize=normalize, rounding=problem.rounding)
 
     def _deliver(self, whole: Tensor | None, pending: list[RowUpdate] | None) -> Tensor | None:
         problem = self.problem
         if whole is None:
             return None
         if pending is not None:
-            assert problem.optimizer is not None
+            assert problem.optimizer is not None and problem.rows is not None
             kept = problem.optimizer, self.parameter, problem.state
-            pending.append(RowUpdate(*kept, problem.rows, whole, problem.rounding, problem.applied))
+            pending.append(GradientUpdate(*kept, problem.rows, whole, problem.rounding, problem.applied))
             return None
         assert is_wide(self.weight), "a weight that is kept in fewer bits has a row optimizer"
         if problem.rows is None:

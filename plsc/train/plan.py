@@ -30,6 +30,7 @@ from plsc.train.scaling import (
     Work,
     cached_share,
     head_bytes,
+    remade_share,
     step_seconds,
     workspace_bytes,
 )
@@ -197,7 +198,9 @@ def kept_of(config: Config) -> Kept:
     return Kept(
         bytes_per_class,
         fused=head.fused,
-        deferred=head.fused and waits,
+        waits=head.fused and waits,
+        clipped=head.fused and strategy.clip_norm > 0,
+        passes=strategy.accumulate,
         converted=(head.weight_dtype != "fp32") != few.half_products or head.sample_rate < 1.0,
         half=few.half_products,
         temporaries=temporaries,
@@ -264,14 +267,17 @@ def seconds_of(config: Config, classes: int, target: Target, backbone: Backbone,
     batch, dim, head = batch_of(config, target), config.model.embedding_size, config.head
     num_samples, shard = batch * target.num_ranks, -(-classes // target.num_ranks)
     num_rows = max(int(shard * head.sample_rate), 1)
-    cached = cached_share(
-        num_samples=num_samples,
-        num_rows=num_rows,
-        block=block_of(num_samples, dim, head.sub_centers, target),
-        centers=head.sub_centers,
-        cache_bytes=int(head.cache_mb * 2**20),
-        half=head.cache_dtype == "bf16" or head.product_dtype == "bf16",
-    )
+    kept, cache_bytes = kept_of(config), int(head.cache_mb * 2**20)
+    half = head.cache_dtype == "bf16" or kept.half
+    cut = {
+        "num_rows": num_rows,
+        "block": block_of(num_samples, dim, head.sub_centers, target),
+        "centers": head.sub_centers,
+    }
+    cached = cached_share(num_samples=num_samples, cache_bytes=cache_bytes, half=half, **cut)
+    waits = kept.waits and head.sample_rate == 1.0
+    left = cache_bytes - cached * num_samples * num_rows * head.sub_centers * (2 if half else 4)
+    norm = remade_share(dim=dim, left=left, **cut) if waits and kept.clipped else 0.0
     work = Work(
         classes * head.sub_centers,
         dim,
@@ -283,6 +289,8 @@ def seconds_of(config: Config, classes: int, target: Target, backbone: Backbone,
         cached=cached,
         wire=4 if config.strategy.amp == "fp32" else 2,
         accumulate=config.strategy.accumulate,
+        waits=waits,
+        norm=norm,
     )
     seconds = 3 * batch * backbone.flops / device.training if device.training else backbone.seconds_of(batch)
     if target.here and not torch.cuda.is_available():

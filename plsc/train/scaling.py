@@ -102,6 +102,8 @@ class Work:
     cached: float = 0.0  # share of the exponentials that the backward finds ready
     wire: int = 4  # bytes a number of an embedding on its way to the other ranks
     accumulate: int = 1  # passes an optimizer step
+    waits: bool = False  # a fused head whose rows are all stepped after the last pass
+    norm: float = 0.0  # share of the weight's gradient that is made once more, after its norm
 
     @property
     def num_samples(self) -> int:
@@ -158,13 +160,16 @@ def all_reduce_seconds(num_bytes: float, num_ranks: int, links: Links) -> float:
 
 def step_seconds(work: Work, device: Device, links: Links, *, backbone: float) -> Seconds:
     """One optimizer step. backbone: seconds of its forward and backward in one pass."""
-    cosines, numbers = work.num_samples * work.num_rows, work.num_rows * work.dim
+    cosines, numbers, k = work.num_samples * work.num_rows, work.num_rows * work.dim, work.accumulate
     again = 1.0 - work.cached  # of pass 1, in pass 2
-    products = 2 * cosines * work.dim * (3 + again) / device.flops
+    if work.waits:  # only the last pass finds its exponentials, and only once
+        again = (again + max(work.norm - work.cached, 0.0) + (k - 1) * (1 + work.norm)) / k
+    products = 2 * cosines * work.dim * (3 + again + work.norm) / device.flops
     entries, reads = cosines * (1 + again) * device.entry, numbers * (1 + again) * device.read
     rows = numbers * device.step
     # Pass 2 is what the weight takes; the reduce_scatter travels behind it.
     second = (2 * cosines * work.dim * (1 + again) / device.flops) + (entries + reads) * again / (1 + again) + rows
+    second = 0.0 if work.waits else second
     gather = all_gather_seconds(work.batch * (work.dim * work.wire + 8), work.num_ranks, links)
     sums = all_reduce_seconds(work.num_samples * 8, work.num_ranks, links)
     scatter = all_gather_seconds(work.batch * (work.dim + 2) * 4, work.num_ranks, links)
@@ -172,7 +177,6 @@ def step_seconds(work: Work, device: Device, links: Links, *, backbone: float) -
     if device.overlaps:  # the last bucket has no backward left to hide behind
         last = all_reduce_seconds(min(work.bucket_bytes, work.backbone_bytes), work.num_ranks, links)
         scatter, average = max(scatter - second, 0.0), max(average - backbone * 2 / 3, last)
-    k = work.accumulate
     return Seconds(k * backbone, k * products, k * entries, k * reads, rows, k * gather, k * sums, k * scatter, average)
 
 
@@ -185,7 +189,9 @@ class Kept:
 
     bytes_per_class: float  # between steps, a torch optimizer's state included
     fused: bool = True  # rows are stepped in the backward; else the weight's whole gradient waits for the optimizer
-    deferred: bool = False  # a fused head's rows wait as well: fp16, clipping, accumulation
+    waits: bool = False  # a fused head's rows are stepped after the backward: fp16, clipping, accumulation
+    clipped: bool = False
+    passes: int = 1  # an optimizer step
     converted: bool = False  # the weight is not what is multiplied, or rows are gathered: a block is copied for that
     half: bool = False  # products have operands in bfloat16
     temporaries: int = 0  # of the whole weight that a torch optimizer's step takes, fp32
@@ -214,14 +220,20 @@ def workspace_bytes(
     cached_rows = min(num_cached * block, num_rows)
     total = 4 * step * centers + width * num_samples * cached_rows * centers
     rest = min(block, num_rows - num_cached * block)
-    if apart or num_cached < num_blocks:
-        total += 4 * num_samples * (step if apart else rest) * centers
+    again = kept.waits and kept.passes > 1 and kept.sampled == 1.0  # the last pass took the others' exponentials' place
+    if apart or again or num_cached < num_blocks:
+        total += 4 * num_samples * (step if apart or again else rest) * centers
     if kept.half:  # the exponentials that do not stay, and a block's part of the embeddings' gradient
         total += 2 * num_samples * max(rest, 0) * centers + 4 * num_samples * dim
     if kept.converted:
         total += (2 if kept.half else 4) * step * centers * dim
-    if kept.fused and not kept.deferred:
-        total += 4 * step * centers * dim
+    if kept.fused and not (kept.waits and kept.sampled < 1.0):
+        gradient, num_kept = 4 * step * centers * dim, 0
+        if kept.clipped:
+            left = cache_bytes - width * num_samples * cached_rows * centers
+            num_kept = min(max(left, 0) // gradient, num_blocks)
+            total += 4 * centers * dim * max(num_rows - (num_blocks - num_kept) * block, 0) * (num_kept > 0)
+        total += gradient * ((num_kept < num_blocks) + (kept.passes > 1))
     return total
 
 
@@ -233,6 +245,12 @@ def cached_share(*, num_samples: int, num_rows: int, block: int, centers: int, c
     return min(num_cached * block / num_rows, 1.0)
 
 
+def remade_share(*, num_rows: int, dim: int, block: int, centers: int, left: float) -> float:
+    """Of the weight's gradient, how much is made again after its norm, with `left` bytes to keep it in."""
+    num_kept = left // (4 * min(block, max(num_rows, 1)) * centers * dim)
+    return max(1.0 - num_kept * block / max(num_rows, 1), 0.0)
+
+
 def head_bytes(shard: int, dim: int, kept: Kept, *, workspace: int, num_samples: int) -> float:
     """The most that a head of `shard` classes of this rank takes during a step, its optimizer's included."""
     whole = 4.0 * shard * dim * kept.centers
@@ -240,7 +258,9 @@ def head_bytes(shard: int, dim: int, kept: Kept, *, workspace: int, num_samples:
     gradient = 0.0
     if not kept.fused:  # that of a sample is put into the whole before the optimizer makes its temporaries
         gradient = whole + whole * max(kept.temporaries, kept.sampled if kept.sampled < 1.0 else 0.0)
-    elif kept.deferred:
+    elif kept.waits and kept.sampled < 1.0:
         gradient = whole * kept.sampled
+    elif kept.waits:  # of each pass what its second sweep is made from
+        batch += 4 * num_samples * 6 * dim * (kept.passes - 1)
     numbers = 24.0 * shard * kept.sampled if kept.sampled < 1.0 else 0.0  # int64 rows, drawn, joined and sorted
     return shard * kept.bytes_per_class + workspace + batch + numbers + gradient

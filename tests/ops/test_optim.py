@@ -7,7 +7,7 @@ import torch
 
 from plsc.comm import Shard, mark
 from plsc.ops import LARS, SGD, AdamW, RowOptimizer
-from plsc.ops.optim import RowUpdate, apply_rows, collector, deferred_updates, merge_updates
+from plsc.ops.optim import apply_rows
 from plsc.strategies import LARS as WholeLARS
 
 TWINS: dict[str, tuple[RowOptimizer, Any]] = {
@@ -48,36 +48,6 @@ def test_chosen_rows_step_as_if_alone(name: str) -> None:
         apply_rows(ours, weight, state, torch.tensor(rows), grad)
     assert torch.equal(weight[2], alone[0]) and torch.equal(weight[4], untouched)
     assert all((value[4] == 0).all() for value in state.values())
-
-
-def test_merge_adds_gradients_by_row() -> None:
-    weight = torch.zeros(4, 2)
-    ours = SGD(1.0)
-
-    def update(rows: list[int] | None, value: float) -> RowUpdate:
-        count = 4 if rows is None else len(rows)
-        return RowUpdate(ours, weight, {}, None if rows is None else torch.tensor(rows), torch.full((count, 2), value))
-
-    (merged,) = merge_updates([update([0, 2], 1.0), update([2, 3], 10.0)])
-    merged.apply(0.5)
-    assert weight[:, 0].tolist() == [-0.5, 0.0, -5.5, -5.0]
-    (merged,) = merge_updates([update(None, 1.0), update([1], 2.0)])
-    merged.apply()
-    assert weight[:, 0].tolist() == [-1.5, -3.0, -6.5, -6.0]
-    other = RowUpdate(ours, torch.zeros(1, 2), {}, None, torch.ones(1, 2))
-    assert len(merge_updates([update(None, 1.0), other])) == 2
-
-
-def test_deferred_updates_nest_and_end() -> None:
-    import threading
-
-    me = threading.get_ident()
-    assert collector(me) is None
-    with deferred_updates() as outer:
-        with deferred_updates() as inner:
-            assert collector(me) is inner
-        assert collector(me) is outer
-    assert collector(me) is None
 
 
 @pytest.mark.parametrize(

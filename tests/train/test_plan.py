@@ -13,6 +13,7 @@ import torch
 from plsc import Fleet, Strategy, cli, cli_flags
 from plsc.comm import LocalCommunicator
 from plsc.nn import ClassParallelHead
+from plsc.ops import sample_classes
 from plsc.train import build, plan, scaling, speeds
 from plsc.train.config import Config, DataConfig, EvalConfig, HeadConfig, ModelConfig, OptimConfig
 from plsc.train.scaling import GB, Device, Kept, Links, Work
@@ -75,6 +76,27 @@ def test_workspace_is_what_the_heads_buffers_hold(head: HeadConfig, block: int) 
     assert found == held
 
 
+@pytest.mark.parametrize("cache_mb", [0.0, 0.02, 0.05, 1.0])
+@pytest.mark.parametrize("sample_rate", [1.0, 0.5])
+@pytest.mark.parametrize(
+    "strategy", [{"clip_norm": 1.0}, {"clip_norm": 1.0, "accumulate": 2}, {"amp": "fp16"}], ids=str
+)
+def test_workspace_of_steps_that_wait(strategy: dict[str, object], sample_rate: float, cache_mb: float) -> None:
+    head = HeadConfig(fused=True, cache_mb=cache_mb, sample_rate=sample_rate)
+    asked = config(head, strategy=Strategy(**strategy))
+    made = build.build_head(asked, CLASSES, LocalCommunicator())
+    made.block, body = 256, torch.nn.Linear(DIM, DIM)
+    fleet, optimizer = Fleet(asked.strategy, LocalCommunicator()), torch.optim.SGD(body.parameters(), 0.1)
+    labels = torch.arange(BATCH)
+    for _ in range(asked.strategy.accumulate):
+        fleet.step(made(body(torch.randn(BATCH, DIM)), labels), optimizer)
+    held = sum(buffer.numel() * buffer.element_size() for buffer in made.workspace._buffers.values())
+    drawn = [sample_classes(labels, made.shard, rate=sample_rate, seed=made.seed, step=i)[0] for i in range(2)]
+    num_rows = max(map(len, drawn[: asked.strategy.accumulate]))
+    sizes = {"num_samples": BATCH, "dim": DIM, "num_rows": num_rows, "block": 256}
+    assert scaling.workspace_bytes(**sizes, kept=plan.kept_of(asked), cache_bytes=int(cache_mb * 2**20)) == held
+
+
 @pytest.mark.parametrize(
     ("optim", "head"),
     [
@@ -108,8 +130,10 @@ def test_head_bytes_by_hand() -> None:
     assert scaling.head_bytes(100, 8, Kept(64.0), **at_hand) == 6400 + 1000 + batch
     torch_like = Kept(64.0, fused=False, temporaries=2)
     assert scaling.head_bytes(100, 8, torch_like, **at_hand) == 6400 + 1000 + batch + 3 * 3200
-    waiting = Kept(64.0, deferred=True, sampled=0.5)
+    waiting = Kept(64.0, waits=True, sampled=0.5)
     assert scaling.head_bytes(100, 8, waiting, **at_hand) == 6400 + 1000 + batch + 1600 + 24 * 50
+    accumulated = Kept(64.0, waits=True, clipped=True, passes=3)
+    assert scaling.head_bytes(100, 8, accumulated, **at_hand) == 6400 + 1000 + batch + 2 * 4 * 10 * 6 * 8
 
 
 SCRIPT = """
@@ -171,6 +195,15 @@ def test_a_step_by_hand() -> None:
     assert found.sums == pytest.approx(3 * 4 * (0.01 + 256 / 1e5))  # a tree of two levels, there and back
     assert found.average == pytest.approx(2 * 3 * (0.01 + 4000 / 4 / 1e5))  # a ring
     assert found.total == pytest.approx(found.backbone + found.head + found.links)
+
+
+def test_a_step_that_waits_by_hand() -> None:
+    """Three passes over 1000 rows, a quarter of the exponentials cached, 0.6 of the gradient made twice."""
+    work = Work(1000, 16, 8, 1, cached=0.25, accumulate=3, waits=True, norm=0.6)
+    found = scaling.step_seconds(work, Device(1e6, 1e-6, 1e-7, 1e-5), Links(0.01, 1e5), backbone=0.0)
+    gemm, last, other = 2 * 8 * 1000 * 16 / 1e6, 0.75 + 0.35, 1.6
+    assert found.products == pytest.approx(gemm * (3 * 2 + 3 * 1.6 + last + 2 * other))
+    assert found.entries == pytest.approx(8 * 1000 * 1e-6 * (3 + last + 2 * other))
 
 
 def test_large_sums_travel_in_a_ring_and_one_rank_sends_nothing() -> None:

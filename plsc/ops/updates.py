@@ -1,0 +1,195 @@
+"""Steps of a class weight's rows that wait for what the ranks agree on: overflow, a norm to clip by, micro-steps."""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from plsc.ops.formats import Rounding
+from plsc.ops.optim import RowOptimizer, State, apply_rows
+
+if TYPE_CHECKING:
+    from plsc.ops.sweep import Sweep
+
+
+class RowUpdate(ABC):
+    """A step of some rows of a weight, not taken yet."""
+
+    weight: Tensor  # that the rows belong to: updates of one weight are merged
+
+    @abstractmethod
+    def numbers(self) -> list[Tensor]:
+        """What must be finite for the gradient to be."""
+
+    @abstractmethod
+    def square(self, scale: float = 1.0) -> Tensor:
+        """Square of the norm of `scale * gradient`, 0-d float64."""
+
+    @abstractmethod
+    def apply(self, scale: float = 1.0) -> None:
+        """Steps the rows with `scale * gradient`; once."""
+
+    @abstractmethod
+    def joined(self, others: Sequence[RowUpdate]) -> RowUpdate:
+        """One step with the sum of their gradients; all are of one weight."""
+
+
+@dataclass
+class GradientUpdate(RowUpdate):
+    """The step of sampled rows, whose gradient is there."""
+
+    optimizer: RowOptimizer
+    weight: Tensor  # [C, ...], updated in place
+    state: State
+    rows: Tensor  # [R] row numbers
+    grad: Tensor  # [R, ...]
+    rounding: Rounding | None = None
+    applied: Callable[[Tensor | None], None] | None = None  # is told the rows afterwards
+
+    def numbers(self) -> list[Tensor]:
+        return [self.grad]
+
+    def square(self, scale: float = 1.0) -> Tensor:
+        return (torch.linalg.vector_norm(self.grad) * scale).double() ** 2
+
+    def apply(self, scale: float = 1.0) -> None:
+        if scale != 1.0:
+            self.grad.mul_(scale)
+        apply_rows(self.optimizer, self.weight, self.state, self.rows, self.grad, rounding=self.rounding)
+        if self.applied is not None:
+            self.applied(self.rows)
+
+    def joined(self, others: Sequence[RowUpdate]) -> GradientUpdate:
+        group = [self, *(other for other in others if isinstance(other, GradientUpdate))]
+        assert len(group) == 1 + len(others), "a head defers all its steps alike"
+        union, place = torch.unique(torch.cat([update.rows for update in group]), return_inverse=True)
+        grad = self.grad.new_zeros(len(union), *self.grad.shape[1:])
+        grad.index_add_(0, place, torch.cat([update.grad for update in group]))
+        return replace(self, rows=union, grad=grad)
+
+
+@dataclass
+class SweepUpdate(RowUpdate):
+    """The step of all rows, whose gradient is made when it is asked for, a block at a time: it never exists whole.
+
+    Of several sweeps (micro-steps) the gradients are added block by block. `square` is one more pass over the blocks;
+    the gradients it makes of the last ones stay for `apply`, as far as the bytes go that exponentials have left.
+    """
+
+    sweeps: list[Sweep]
+
+    def __post_init__(self) -> None:
+        self.weight = self.sweeps[0].parameter
+        self._kept: dict[int, Tensor] = {}  # gradients of blocks, led to the weight already
+
+    def numbers(self) -> list[Tensor]:
+        return [number for sweep in self.sweeps for number in (sweep.coefficient, sweep.own_pull)]
+
+    @torch.no_grad()
+    def square(self, scale: float = 1.0) -> Tensor:
+        first, squares = self._checked(), []
+        blocks = first.blocks()
+        kept_from = len(blocks) - self._num_kept(first)
+        for index, start, stop in blocks:
+            grad = self._gradient(index, start, stop, f"gradient{index}" if index >= kept_from else "gradient")
+            first.lead_to_weight(grad, start, stop)
+            squares.append(torch.linalg.vector_norm(grad).double() ** 2)
+            if index >= kept_from:
+                self._kept[index] = grad
+        total = torch.stack(squares).sum() if squares else self.weight.new_zeros((), dtype=torch.float64)
+        return total * scale**2
+
+    @staticmethod
+    def _num_kept(sweep: Sweep) -> int:
+        """Blocks whose gradients fit into what the kept exponentials leave of their bytes."""
+        row_bytes = math.prod(sweep.weight.shape[1:]) * sweep.x.element_size()
+        left = max(sweep.problem.cache_bytes - sweep.cached_bytes(), 0)
+        return left // (min(sweep.problem.block, max(sweep.num_rows, 1)) * row_bytes)
+
+    @torch.no_grad()
+    def apply(self, scale: float = 1.0) -> None:
+        first = self._checked()
+        if scale != 1.0:
+            for sweep in self.sweeps:
+                sweep.multiply(scale)
+            for grad in self._kept.values():
+                grad.mul_(scale)
+        for index, start, stop in first.blocks():
+            made = self._kept.pop(index, None)
+            grad = self._gradient(index, start, stop, "gradient") if made is None else made
+            first.step_rows(grad, start, stop, led=made is not None)
+        if first.problem.applied is not None:
+            first.problem.applied(None)
+        for sweep in self.sweeps:
+            sweep.free()
+
+    def joined(self, others: Sequence[RowUpdate]) -> SweepUpdate:
+        assert all(isinstance(other, SweepUpdate) for other in others), "a head defers all its steps alike"
+        sweeps = [sweep for update in (self, *others) for sweep in update.sweeps]  # type: ignore[attr-defined]
+        for sweep in sweeps[1:]:
+            sweep.cut_as(sweeps[0])
+        return SweepUpdate(sweeps)
+
+    def _checked(self) -> Sweep:
+        if any(sweep.version != self.weight._version for sweep in self.sweeps):
+            raise RuntimeError(
+                "the head's weight changed between a forward and the step of its rows, whose gradient is made from "
+                "the weight then; apply the updates of one step together (plsc.ops.merge_updates), before anything "
+                "else changes the weight"
+            )
+        return self.sweeps[0]
+
+    def _gradient(self, index: int, start: int, stop: int, name: str) -> Tensor:
+        """That of w / |w| divided by |w| (cosines), [n, (K,) D], summed over the sweeps."""
+        first, *others = self.sweeps
+        shape = stop - start, *self.weight.shape[1:]
+        grad = first.problem.workspace.get(name, first.x, *shape)
+        first.block_gradient(index, start, stop, grad)
+        for sweep in others:
+            more = sweep.problem.workspace.get("more", sweep.x, *shape)
+            grad += sweep.block_gradient(index, start, stop, more)
+        return grad
+
+
+_collecting: dict[int, list[RowUpdate]] = {}
+
+
+@contextmanager
+def deferred_updates() -> Iterator[list[RowUpdate]]:
+    """Inside, backward passes of fused heads put their row updates into the list instead of applying them.
+
+    Needed where ranks must agree first: fp16 overflow, clipping, gradient accumulation. Heads look it up by the thread
+    of their forward pass, because autograd runs CUDA backwards in a thread of its own.
+    """
+    thread = threading.get_ident()
+    outer = _collecting.get(thread)
+    updates: list[RowUpdate] = []
+    _collecting[thread] = updates
+    try:
+        yield updates
+    finally:
+        if outer is None:
+            del _collecting[thread]
+        else:
+            _collecting[thread] = outer
+
+
+def collector(thread: int) -> list[RowUpdate] | None:
+    """The list that collects updates for the forward thread `thread`, or None when updates apply at once."""
+    return _collecting.get(thread)
+
+
+def merge_updates(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
+    """One update a weight: gradients of the same rows (several micro-steps) are added."""
+    by_weight: dict[int, list[RowUpdate]] = {}
+    for update in updates:
+        by_weight.setdefault(id(update.weight), []).append(update)
+    return [group[0] if len(group) == 1 else group[0].joined(group[1:]) for group in by_weight.values()]

@@ -4,6 +4,7 @@
     python benchmarks/head.py --quick                # 20,000 classes: a minute
     python benchmarks/head.py --classes 500000 --batches 128 --only plain fused "fused, cache 0" "3 products"
     python benchmarks/head.py --batches 64 128 --only pml plain fused "3 products"
+    python benchmarks/head.py --only "plain, clipped" "fused, clipped" "fused, cache 0, clipped" "6 products"
     python benchmarks/head.py --ranks 2              # classes cut over two gloo ranks; plain has one rank's share
 
 A step is forward, backward and SGD with momentum for B embeddings of D numbers and a weight of C classes. Contenders
@@ -17,10 +18,12 @@ work on the same weight and momentum, one step each in turn; medians over the ro
     fused, bf16     exponentials kept in bfloat16
     split, bf16     weight_dtype="split", momentum in bfloat16; "bf16, int8": weight in bfloat16, momentum in int8
     fused, 0.1      sample_rate=0.1
+    ..., clipped    with torch's clip_grad_norm_; ours with the rows' step after their norm, as Fleet.step takes it
     3 / 4 products  only the matrix products of fused (6 B C D operations) and of cache 0 (8 B C D), block by block
+    6 products      those of a clipped step of cache 0: exponentials and gradient twice after the forward
     0.1, bare       rows and momentum of a sample gathered, 3 products, both scattered back
 
-"CPU / bare" compares with the last three: cache 0 with 4 products, 0.1 with its own, all others with 3 products.
+"CPU / bare" compares with these: cache 0 with 4 products (clipped 6), 0.1 with its own, all others with 3 products.
 PLSC_KERNELS=0 takes the torch operations instead of the C++ kernels.
 
 The heap is kept mapped while times are taken, as a caching allocator on a GPU does it: otherwise plain pays as much for
@@ -51,10 +54,10 @@ from torch import Tensor
 import plsc
 from plsc.comm import Communicator, Shard, connect, world
 from plsc.nn.class_parallel import block_rows
-from plsc.ops import sample_classes
+from plsc.ops import deferred_updates, sample_classes
 from plsc.ops.formats import split
 
-LR, MOMENTUM, SCALE, MARGIN = 1e-3, 0.9, 64.0, 0.5
+LR, MOMENTUM, SCALE, MARGIN, CLIP = 1e-3, 0.9, 64.0, 0.5, 1e-3
 OURS: dict[str, dict[str, Any]] = {
     "separate": {},
     "fused": {},
@@ -63,11 +66,16 @@ OURS: dict[str, dict[str, Any]] = {
     "split, bf16": {"weight_dtype": "split", "state_dtype": "bf16"},
     "bf16, int8": {"weight_dtype": "bf16", "state_dtype": "int8"},
     "fused, 0.1": {"sample_rate": 0.1},
+    "fused, clipped": {},
+    "fused, cache 0, clipped": {"cache_mb": 0.0},
 }
-NAMES = ["plain", "pml", *OURS, "3 products", "4 products", "0.1, bare"]
+NAMES = ["plain", "plain, clipped", "pml", *OURS, "3 products", "4 products", "6 products", "0.1, bare"]
+USUAL = [name for name in NAMES if "clipped" not in name and name != "6 products"]
 BOUNDS = {
     "fused, cache 0": "4 products",
     "4 products": "4 products",
+    "fused, cache 0, clipped": "6 products",
+    "6 products": "6 products",
     "fused, 0.1": "0.1, bare",
     "0.1, bare": "0.1, bare",
 }
@@ -98,8 +106,8 @@ def keep_heap() -> None:
 
 def contender(name: str, data: Data, block: int | None) -> Step:
     """One training step of a contender, ready to be called again and again."""
-    if name == "plain":
-        return plain(data)
+    if name.startswith("plain"):
+        return plain(data, clip="clipped" in name)
     if name == "pml":
         return peer(data)
     if name.endswith("products"):
@@ -109,7 +117,7 @@ def contender(name: str, data: Data, block: int | None) -> Step:
     return ours(name, data, block)
 
 
-def plain(data: Data) -> Step:
+def plain(data: Data, *, clip: bool = False) -> Step:
     """What one writes first: [B, C] logits, a normalised copy of the weight, a whole gradient."""
     weight = torch.nn.Parameter(data.weight)
     optimizer = torch.optim.SGD([weight], LR, momentum=MOMENTUM)
@@ -119,6 +127,8 @@ def plain(data: Data) -> Step:
     def step() -> None:
         x.grad = None
         plain_loss(x, weight, data.rows, at).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_([weight], CLIP)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -154,6 +164,16 @@ def ours(name: str, data: Data, block: int | None) -> Step:
     x = data.x[data.own].clone().requires_grad_()
     labels = data.rows[data.own] + data.shard.start
     optimizer = None
+
+    def clipped() -> None:
+        x.grad = None
+        with deferred_updates() as updates:
+            head(x, labels).backward()
+        norm = float(updates[0].square().sqrt())
+        updates[0].apply(min(1.0, CLIP / norm))
+
+    if "clipped" in name:
+        return clipped
     if name == "separate":
         optimizer = torch.optim.SGD([head.weight], LR, momentum=MOMENTUM)
         optimizer.state[head.weight]["momentum_buffer"] = data.momentum
@@ -346,7 +366,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, help="classes of one pass (default: as the head chooses)")
     parser.add_argument("--ranks", type=int, default=1, help="gloo processes that share the classes")
     parser.add_argument("--port", type=int, default=29531)
-    parser.add_argument("--only", nargs="+", choices=NAMES, help="default: all that are installed")
+    parser.add_argument("--only", nargs="+", choices=NAMES, help="default: all that are installed, none clipped")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--no-errors", action="store_true", help="no comparison with float64")
     parser.add_argument("--fresh-pages", action="store_true", help="time with the stock allocator")
@@ -356,7 +376,7 @@ def main() -> None:
     args.classes = args.classes or ([20_000] if args.quick else [20_000, 100_000])
     args.rounds = args.rounds or (3 if args.quick else 5)
     has_peer = importlib.util.find_spec("pytorch_metric_learning") is not None
-    args.only = args.only or [name for name in NAMES if name != "pml" or (has_peer and args.ranks == 1)]
+    args.only = args.only or [name for name in USUAL if name != "pml" or (has_peer and args.ranks == 1)]
     if args.memory_of:
         torch.set_num_threads(args.threads)
         print(peak_memory(args.memory_of, args.batches[0], args.classes[0], args.dim, args.block))

@@ -53,7 +53,8 @@ class ClassParallelHead(ClassParallelModule):
             and its rule steps them, with sample_rate below 1; see plsc.nn.stored.StoredHead and docs/ps.md.
         seed: initial centres and class sampling depend on (seed, class id, step) alone, never on the rank.
         block: classes of one pass, by default from a memory budget.
-        cache_mb: exponentials kept for the backward at most (MiB); the rest is computed anew.
+        cache_mb: exponentials kept for the backward at most (MiB), and where steps are clipped gradients between norm and
+            step; the rest is computed anew.
         cache_dtype: "fp32" | "bf16": twice as many of them, and gradients of the weight to three digits.
         product_dtype: what matrix products are made of, "fp32" | "bf16" (embeddings, weight and exponentials are
             rounded, logits and sums are not) | "auto": bf16 for a weight in "split" or "bf16" on a GPU of compute

@@ -1,6 +1,8 @@
 """The C++ kernels against their twins in torch, and those against formulas: every instruction set, format and rule."""
 
 import itertools
+import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -185,6 +187,26 @@ def test_threads_change_no_bit_and_do_not_meet(monkeypatch: pytest.MonkeyPatch) 
         caller.join()
     assert len(results) == 60
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, alone, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the OpenMP runtime, which the parent's loops use, are not there after a fork: waiting for them hangs."""
+    twin(monkeypatch, False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    weight = torch.randn(700, 200, generator=torch.Generator().manual_seed(0))
+
+    def lengths() -> Tensor:
+        inverse = torch.empty(700)
+        native.read_rows(weight, slice(0, 700), out=None, inverse=inverse)
+        return inverse
+
+    want = lengths()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(0 if torch.equal(lengths(), want) and torch.equal(lengths(), want) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_split_float_comes_back_to_the_bit() -> None:

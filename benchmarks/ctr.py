@@ -1,10 +1,12 @@
 """Click prediction: AUC on held-out rows, samples a second beside plain torch, rows a second of the readers.
 
     python benchmarks/ctr.py quality SET/ctr.toml ... [--seeds 3]     # as datasets/*/prepare.py write them
+    python benchmarks/ctr.py quality --folds 5 SET/ctr.toml ...       # each line is held out once
     python benchmarks/ctr.py speed [--steps 200] [--rounds 5]
     python benchmarks/ctr.py reader [--rows 200000] [--rounds 3]
 
-quality: DeepFM with the recipe's settings and logistic regression on the same rows; mean and range over seeds. speed:
+quality: DeepFM with the recipe's settings and logistic regression on the same rows; mean and range over seeds (of the
+means over folds, which are drawn by line). speed:
 the same DeepFM, batches from memory, rows in the table (1 and 2 threads) and in nn.Embedding with sparse gradients and
 Adagrad; contenders take turns, medians of wall and processor time. reader: a Criteo-like file
 read by Clicks into batches of hashed ids, by pyarrow's CSV reader into columns, and line by line in Python.
@@ -41,12 +43,25 @@ def quality(args: argparse.Namespace) -> None:
             for seed in range(args.seeds):
                 with tempfile.TemporaryDirectory() as out:
                     config = replace(base, seed=seed, out=out, export=False, model=replace(base.model, name=name))
-                    found.append(ctr.train(config))
+                    found.append(mean_of_folds(config, args.folds) if args.folds else ctr.train(config))
             aucs = [result["auc"] for result in found]
             within = np.mean([result.get("group_auc", np.nan) for result in found])
             loss = np.mean([result["log_loss"] for result in found])
             line = f"{np.mean(aucs):.4f} | {min(aucs):.4f}-{max(aucs):.4f} | {within:.4f} | {loss:.4f}"
             print(f"| {Path(recipe).parent.name} | {name} | {line} |", flush=True)
+
+
+def mean_of_folds(config: CtrConfig, folds: int) -> dict[str, float]:
+    """Trains once for each fold of the recipe's lines, which that training is tested on; the folds are no seed's."""
+    lines = [line for path in config.data.train for line in Path(path).read_bytes().splitlines(keepends=True)]
+    fold_of, found = np.random.default_rng(0).integers(0, folds, len(lines)), []
+    for fold in range(folds):
+        paths = [Path(config.out) / f"{kind}-{fold}.tsv" for kind in ("train", "test")]
+        for path, here in zip(paths, (fold_of != fold, fold_of == fold), strict=True):
+            path.write_bytes(b"".join(line for line, kept in zip(lines, here, strict=True) if kept))
+        data = replace(config.data, train=(str(paths[0]),), test=(str(paths[1]),))
+        found.append(ctr.train(replace(config, data=data, out=f"{config.out}/{fold}")))
+    return {name: float(np.mean([result[name] for result in found])) for name in found[0]}
 
 
 SLOTS, DENSE, FACTORS, BATCH, IDS = 26, 13, 16, 4096, 1_000_000
@@ -169,6 +184,7 @@ def main() -> None:
     command = commands.add_parser("quality")
     command.add_argument("recipes", nargs="+")
     command.add_argument("--seeds", type=int, default=3)
+    command.add_argument("--folds", type=int, default=0, help="of all lines, instead of the recipe's held-out part")
     command = commands.add_parser("speed")
     command.add_argument("--steps", type=int, default=200)
     command.add_argument("--rounds", type=int, default=5)

@@ -1,9 +1,13 @@
-"""Fixtures every test may use: the optional real data beside the repository, one thread a process."""
+"""Fixtures every test may use: the optional real data beside the repository, a small recipe, one thread a process."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.cli_runs import PARTS, RECIPE
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -26,3 +30,22 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"needs the real data folder {SHARED.name}/ beside the checkout")
     return SHARED
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe and the user's module it names, in a folder of their own."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "parts.py").write_text(PARTS)
+    (folder / "tiny.toml").write_text(RECIPE)
+    return folder / "tiny.toml"
+
+
+@pytest.fixture
+def here(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The recipe, from its own folder and in this process, reading without workers."""
+    monkeypatch.chdir(recipe.parent)
+    path = list(sys.path)
+    yield recipe
+    sys.path[:] = path
+    sys.modules.pop("parts", None)

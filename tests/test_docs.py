@@ -1,5 +1,6 @@
 """The pages a reader trusts: Python blocks run, commands and make targets exist, links lead somewhere."""
 
+import importlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 import textwrap
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,6 +119,35 @@ def test_links_lead_to_files(path: Path) -> None:
     targets = re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text)
     local = [target for target in targets if not re.match(r"[a-z]+:", target)]
     assert [target for target in local if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_files_and_names_it_speaks_of_exist(path: Path) -> None:
+    """tests/x.py, plsc/ops/core and so on wherever they stand; `plsc.x.y` in backticks, outside of blocks."""
+    text = path.read_text(encoding="utf-8")
+    files = re.findall(
+        r"(?<![\w./-])(?:tests|benchmarks|tools|plsc|cuda|docs)/[\w./]*\w\.(?:py|cu|cuh|md|h|cc)\b", text
+    )
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    names = set(re.findall(r"`(plsc(?:\.\w+)+)", FENCE.sub("", text))) - {"plsc.checkpoint"}  # of a file format
+    assert [name for name in sorted(names) if not exists(name)] == []
+
+
+def exists(name: str) -> bool:
+    """Whether a module, or an attribute of one, or of a class in it, is called so."""
+    module, rest = name, list[str]()
+    while True:
+        try:
+            found: Any = importlib.import_module(module)
+            break
+        except ModuleNotFoundError:
+            module, _, last = module.rpartition(".")
+            rest.insert(0, last)
+    for attribute in rest:
+        if not hasattr(found, attribute):
+            return False
+        found = getattr(found, attribute)
+    return True
 
 
 def test_program_keeps_line_numbers_and_leaves_marked_blocks_out() -> None:

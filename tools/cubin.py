@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 CUDA = Path(__file__).resolve().parents[1] / "cuda"
@@ -64,25 +65,34 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def row(cells: Iterable[object]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
 def main() -> None:
     args = parse()
     if shutil.which("nvcc") is None:
         raise SystemExit("nvcc is not on the path; it comes with the CUDA toolkit, 13.0 or newer")
-    spills = 0
+    spills, rows = 0, []
     print("| file | GPU | kernels | registers | shared bytes | spilled bytes | stack bytes |")
     print("|---|---|---|---|---|---|---|")
     for name in args.files:
+        ranges, total = [], 0
         for arch in args.arch:
             kernels = compile_file(CUDA / f"{name}.cu", arch)
             registers = [kernel.registers for kernel in kernels]
             spilled = sum(kernel.spilled for kernel in kernels)
-            spills += spilled
+            ranges.append(f"{min(registers)}-{max(registers)}")
+            total += spilled
             shared, stack = max(kernel.shared for kernel in kernels), max(kernel.stack for kernel in kernels)
-            cells = (name, f"sm_{arch}", len(kernels), f"{min(registers)}-{max(registers)}", shared, spilled, stack)
-            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+            cells = (name, f"sm_{arch}", len(kernels), ranges[-1], shared, spilled, stack)
+            print(row(cells), flush=True)
             for kernel in kernels:
                 if kernel.spilled:
                     print(f"{kernel.name} spills {kernel.spilled} bytes on sm_{arch}", file=sys.stderr)
+        spills += total
+        rows.append((f"`{name}.cu`", len(kernels), *ranges, total))
+    print("\nregisters by GPU, as docs/gpu.md has them:\n", *map(row, rows), sep="\n")
     if spills:
         raise SystemExit(f"{spills} bytes of registers spilled; give a kernel less to hold")
 

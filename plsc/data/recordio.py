@@ -4,23 +4,22 @@ Both kinds of file that face recognition uses are read: one record an image, and
 records without an image say which keys belong to a class. The index lives in numpy arrays, 24 bytes an image.
 """
 
-import codecs
 import filecmp
 import logging
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.lib.format import write_array_header_1_0
 from numpy.typing import NDArray
 
-from plsc.data import native
 from plsc.data.decoding import decode_image
 from plsc.data.files import OpenFile
 from plsc.data.images import _check_format, _warn_thin_classes
+from plsc.data.record_index import REBUILD, read_index
 from plsc.data.records import (
     EXACT,
     FIRST,
@@ -47,12 +46,9 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 _BLOCK = 65_536  # records whose headers are looked at together
-_TEXT_BLOCK = 2**23  # bytes of index parsed together
 _HEAD_WORDS = 9  # magic, length, flag, label, id (2), id2 (2), first of several labels
-_LINE = re.compile(rb"\s*(-?\d{1,20})\s+(-?\d{1,20})\s*")
 _CACHE_VERSION = 1
 _STAMP = 2  # columns of a cache that say what it was made of
-_REBUILD = "if the record file itself is sound, delete the .idx or pass index='rebuild', and it is made anew"
 
 
 class RecordIO:
@@ -177,16 +173,16 @@ def _read_rows(path: str, *, rebuild: bool) -> Ints:
     data = open_map(path)
     index = index_path(path)
     made = rebuild or not os.path.exists(index)
-    rows = _make_index(data, path, index) if made else _read_index(index)
+    rows = _make_index(data, path, index) if made else read_index(index)
     keys, offsets, labels = rows
     if len(keys) == 0:
-        raise ValueError(f"{index}: the index is empty; {_REBUILD}")
+        raise ValueError(f"{index}: the index is empty; {REBUILD}")
     if not _rises(keys):
         rows[:2] = rows[:2, np.argsort(keys, kind="stable")]
         if (twice := np.flatnonzero(keys[1:] == keys[:-1])).size:
             raise ValueError(
                 f"{index}: key {keys[twice[0]]} stands more than once ({twice.size} lines too many), expected each key "
-                f"once; {_REBUILD}"
+                f"once; {REBUILD}"
             )
     _check_offsets(data, path, keys, offsets)
     if _rises(offsets):
@@ -210,76 +206,8 @@ def _rises(values: Ints) -> bool:
     return bool((values[1:] > values[:-1]).all())
 
 
-def _read_index(path: str) -> Ints:
-    """Keys and offsets of an index file, as it orders them, and a row for labels  [3, N]."""
-    with open(path, "rb") as file:
-        lines = 1 + sum(np.count_nonzero(codes == 10) for codes in _blocks(file))
-        file.seek(0)
-        if file.read(3) != codecs.BOM_UTF8:
-            file.seek(0)
-        rows, count, line, rest = np.empty((3, lines), np.int64), 0, 0, b""
-        for block in _blocks(file):
-            text = rest + block.tobytes()
-            end = text.rfind(b"\n") + 1
-            if end == 0 and len(text) > _TEXT_BLOCK:
-                raise ValueError(f"{path}, line {line + 1}: got {len(text)} bytes without an end of line; {_REBUILD}")
-            table, passed = _parse_lines(text[:end], path, line)
-            rows[:2, count : count + len(table)] = table.T
-            count, line, rest = count + len(table), line + passed, text[end:]
-        table, _ = _parse_lines(rest + b"\n", path, line)
-        rows[:2, count : count + len(table)] = table.T
-    return rows[:, : count + len(table)]
-
-
-def _blocks(file: BinaryIO) -> Iterator[NDArray[np.uint8]]:
-    while block := file.read(_TEXT_BLOCK):
-        yield np.frombuffer(block, np.uint8)
-
-
-def _parse_lines(text: bytes, path: str, lines_before: int) -> tuple[Ints, int]:
-    """Whole lines `key TAB offset` as numbers [n, 2], and how many lines there are, empty ones included."""
-    table = _parse_plain(text)
-    if table is not None:
-        return table, len(table)
-    rows = []
-    for number, line in enumerate(text.split(b"\n"), lines_before + 1):
-        if not line.strip():
-            continue
-        match = _LINE.fullmatch(line)
-        values = [int(group) for group in match.groups()] if match else []
-        if not values or not all(0 <= value < 2**63 for value in values):
-            got = line[:80].decode(errors="replace")
-            raise ValueError(
-                f"{path}, line {number}: got {got!r}, expected `key offset`, the offset a byte of the file; {_REBUILD}"
-            )
-        rows.append(values)
-    return np.array(rows, np.int64).reshape(-1, 2), text.count(b"\n")
-
-
-def _parse_plain(text: bytes) -> Ints | None:
-    """What `_parse_lines` returns, for text of nothing but digits, single tabs and newlines; else None."""
-    codes = np.frombuffer(text, np.uint8)
-    if native.kernels is not None:
-        pairs = np.empty((len(codes) // 4, 2), np.int64)  # the shortest line has four bytes
-        found = native.kernels.parse_pairs(codes.ctypes.data, len(codes), pairs.ctypes.data, len(pairs))
-        return pairs[:found] if found >= 0 else None
-    ends = np.flatnonzero(codes < 32)  # of numbers
-    if len(ends) % 2 or (codes[ends[::2]] != 9).any() or (codes[ends[1::2]] != 10).any():
-        return None
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    lengths = ends - starts
-    digits = codes - np.uint8(48)
-    if lengths.min() < 1 or lengths.max() > 18 or int((digits < 10).sum()) != len(codes) - len(ends):
-        return None
-    values = np.zeros(len(ends), np.int64)
-    for place in range(int(lengths.max())):
-        longer = lengths > place
-        values[longer] = 10 * values[longer] + digits[starts[longer] + place]
-    return values.reshape(-1, 2)
-
-
 def _make_index(data: mmap.mmap, path: str, index: str) -> Ints:
-    """An index from the file itself, written beside it where that is allowed; as `_read_index` gives it."""
+    """An index from the file itself, written beside it where that is allowed; as `read_index` gives it."""
     try:
         offsets = np.frombuffer(find_records(data), np.int64)
     except ValueError as error:
@@ -315,7 +243,7 @@ def _check_offsets(data: mmap.mmap, path: str, keys: Ints, offsets: Ints) -> Non
         raise ValueError(
             f"{path}: got key {keys[wrong[0]]} at byte {offsets[wrong[0]]} ({wrong.size} such keys), expected a "
             f"multiple of 4 within the file's {len(data)} bytes; the file is cut short or the index is of another: "
-            f"{_REBUILD}"
+            f"{REBUILD}"
         )
 
 
@@ -325,7 +253,7 @@ def _check_count(path: str, header: Record, images: int, *, made: bool) -> None:
     if not stated < EXACT - 1 or stated == images:
         return
     if images < stated and not made:
-        raise ValueError(f"{path}: the index lists {images} images, the header record says {stated:.0f}; {_REBUILD}")
+        raise ValueError(f"{path}: the index lists {images} images, the header record says {stated:.0f}; {REBUILD}")
     logger.warning("%s: found %d images, the header record says %.0f", path, images, stated)
 
 
@@ -350,7 +278,7 @@ class _Heads:
             unlisted, reached = unlisted + int(gaps.sum()), int(ends[-1])
         unlisted += len(self._data) - reached
         if unlisted:
-            logger.warning("%s: %d bytes are not in the index; %s", self._path, unlisted, _REBUILD)
+            logger.warning("%s: %d bytes are not in the index; %s", self._path, unlisted, REBUILD)
         return is_image
 
     def ids(self) -> NDArray[np.uint64]:
@@ -375,7 +303,7 @@ class _Heads:
             try:
                 payload, ends[row] = read_record(self._data, start)
             except ValueError as error:
-                raise ValueError(f"{self._path}, key {key}: {error}; {_REBUILD}") from error
+                raise ValueError(f"{self._path}, key {key}: {error}; {REBUILD}") from error
             words = np.frombuffer(payload[: 4 * (_HEAD_WORDS - 2)].ljust(4 * (_HEAD_WORDS - 2), b"\0"), "<u4")
             heads[row, 2:], lengths[row] = words, len(payload)
         needed = HEADER.size + 4 * heads[:, 2].astype(np.int64)
@@ -426,7 +354,7 @@ class _Heads:
         wrong: Bools,
         why: str,
         labels: NDArray[np.float32] | None = None,
-        remedy: str = _REBUILD,
+        remedy: str = REBUILD,
     ) -> None:
         if wrong.any():
             row = int(np.argmax(wrong))

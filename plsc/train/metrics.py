@@ -193,8 +193,8 @@ def ranks(
     A gallery entry of another label that ties with the mate counts as before it, so the order of the gallery is
     of no account. Never holds more than [block, block] scores. Raises ValueError for probes without a mate.
     """
-    entries, people = _rows("gallery", gallery, gallery_labels)
-    queries, wanted = _rows("probes", probes, probe_labels)
+    entries, people = labelled_rows("gallery", gallery, gallery_labels)
+    queries, wanted = labelled_rows("probes", probes, probe_labels)
     if entries.shape[1] != queries.shape[1]:
         raise ValueError(f"probes: got dimension {queries.shape[1]}, expected the gallery's {entries.shape[1]}")
     order = np.argsort(people, kind="stable")
@@ -345,10 +345,13 @@ def _best_mates(entries: NDArray[np.generic], query: Floats, first: Ints, last: 
     return best
 
 
-def _rows(what: str, embeddings: ArrayLike, labels: ArrayLike) -> tuple[NDArray[np.generic], Ints]:
+def labelled_rows(
+    what: str, embeddings: ArrayLike, labels: ArrayLike, *, called: str = "labels"
+) -> tuple[NDArray[np.generic], Ints]:
+    """Embeddings [N, D], at least one, and their labels [N]; ValueError names `what` and what labels are `called`."""
     rows, names = np.asarray(embeddings), np.asarray(labels)
     if rows.ndim != 2 or names.shape != rows.shape[:1]:
-        raise ValueError(f"{what}: got shapes {rows.shape} and {names.shape}, expected [N, D] and labels [N]")
+        raise ValueError(f"{what}: got shapes {rows.shape} and {names.shape}, expected [N, D] and {called} [N]")
     if len(rows) == 0:
         raise ValueError(f"{what}: got none, expected at least one")
     return rows, names.astype(np.int64)

@@ -12,9 +12,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from plsc.train.metrics import PAIR_BLOCK, TIE, Bools, Floats, Ints, OperatingPoint, auc, normalize, roc, tar_at_far
+from plsc.train.metrics import (
+    PAIR_BLOCK,
+    TIE,
+    Bools,
+    Floats,
+    Ints,
+    OperatingPoint,
+    auc,
+    labelled_rows,
+    normalize,
+    roc,
+    tar_at_far,
+)
 
 FARS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 FPIRS = (0.01, 0.1)
@@ -296,8 +308,8 @@ def search(
 
     Each [P]; the last is -inf where the gallery holds the mate only. Never holds more than [block, block] cosines.
     """
-    entries, people = _labelled("gallery", gallery, gallery_subjects)
-    queries, wanted = _labelled("probes", probes, probe_subjects)
+    entries, people = labelled_rows("gallery", gallery, gallery_subjects, called="subjects")
+    queries, wanted = labelled_rows("probes", probes, probe_subjects, called="subjects")
     if entries.shape[1] != queries.shape[1]:
         raise ValueError(f"probes: got dimension {queries.shape[1]}, expected the gallery's {entries.shape[1]}")
     order = np.argsort(people, kind="stable")
@@ -356,12 +368,3 @@ def _number(path: str | os.PathLike[str], line: int, text: str) -> int:
     if not digits.isascii() or not digits.isdigit() or len(digits) > 18:
         raise ValueError(f"{path}, line {line}: got {text[:40]!r}, expected a whole number")
     return int(text)
-
-
-def _labelled(what: str, embeddings: ArrayLike, subjects: ArrayLike) -> tuple[NDArray[np.generic], Ints]:
-    rows, people = np.asarray(embeddings), np.asarray(subjects)
-    if rows.ndim != 2 or people.shape != rows.shape[:1]:
-        raise ValueError(f"{what}: got shapes {rows.shape} and {people.shape}, expected [N, D] and subjects [N]")
-    if len(rows) == 0:
-        raise ValueError(f"{what}: got none, expected at least one")
-    return rows, people.astype(np.int64)

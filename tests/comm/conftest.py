@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import plsc.comm.cupy_nccl as cupy_nccl
+import plsc.comm.nccl_session as nccl_session
 from tests.comm import nccl_stand_in
 from tests.comm.nccl_stand_in import Stand, stand
 
@@ -87,5 +87,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Stand:
     for name in ("Stream", "Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(nccl_stand_in, name))
     monkeypatch.setattr(torch.Tensor, "record_stream", nccl_stand_in.record_stream)
-    monkeypatch.setattr(cupy_nccl, "POLL", 0.01)
+    monkeypatch.setattr(nccl_session, "POLL", 0.01)
     return stand

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from plsc.comm import Communicator
-from plsc.comm.cupy_nccl import CupyNcclCommunicator, Session, Streams
+from plsc.comm.cupy_nccl import CupyNcclCommunicator
+from plsc.comm.nccl_session import Session, Streams
 
 CURRENT = 7  # the address of the caller's stream
 STREAM = 77  # the address of the stand-in's stream of verbs; lanes have the next ones

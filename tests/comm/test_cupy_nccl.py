@@ -23,6 +23,7 @@ import plsc.comm.cupy_nccl as cupy_nccl
 from plsc.comm import BACKENDS, CommError, Communicator, Work, connect, run_ranks
 from plsc.comm.communicator import REDUCIBLE
 from plsc.comm.cupy_nccl import CupyNcclCommunicator, check_version, in_time, open_handle
+from plsc.comm.nccl_session import Streams
 from plsc.comm.torch_distributed import GlooCommunicator, NcclCommunicator
 from plsc.strategies.reduction import Lanes, Plain
 from tests.comm.nccl_stand_in import CURRENT, STREAM, Handle, Stand, StandIn
@@ -345,7 +346,7 @@ def test_streams_of_a_gpu() -> None:
     """On a GPU the real streams order producer, verb and consumer."""
     pytest.importorskip("cupy")
     device = torch.device("cuda", torch.cuda.current_device())
-    streams = cupy_nccl.Streams(device)
+    streams = Streams(device)
     x = torch.zeros(1 << 20, device=device)
 
     def issue(stream: int) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-import plsc.comm.cupy_nccl as cupy_nccl
+import plsc.comm.nccl_session as nccl_session
 from plsc.comm import CommError, Communicator, run_ranks
-from plsc.comm.cupy_nccl import Session
+from plsc.comm.nccl_session import Session
 from tests.comm import nccl_stand_in
 from tests.comm.nccl_stand_in import Handle, Stand
 
@@ -94,7 +94,7 @@ def test_deadline_begins_before_the_host_issues(stand_in: Stand, monkeypatch: py
     def ranks(comm: Communicator) -> None:
         ours = stand_in(comm, watched=False)
         now = [1000.0]
-        monkeypatch.setattr(cupy_nccl.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(nccl_session.time, "monotonic", lambda: now[0])
 
         def slow(*_: Any) -> None:
             now[0] += 50.0

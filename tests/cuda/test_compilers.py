@@ -1,6 +1,7 @@
 """What compiles and launches the kernels on GPUs: nvcc without spills, NVRTC, and what CuPy is asked for."""
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -81,6 +82,11 @@ def test_nvcc_takes_all_without_a_spill() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     rows = [line for line in run.stdout.splitlines() if line.startswith(tuple(f"| {name} |" for name in FILES))]
     assert len(rows) == 4 * len(FILES) and not run.stderr
+    page = (ROOT / "docs/gpu.md").read_text()
+    version = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    if (named := re.search(r"\(nvcc ([\d.]+);", page)) and f"V{named[1]}" in version:
+        found = [line for line in run.stdout.splitlines() if line.startswith("| `")]
+        assert [line for line in found if line not in page] == [] and len(found) == len(FILES)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from plsc.ops import kernels
 ROOT = Path(__file__).resolve().parents[2]
 PLSC = ROOT / "plsc"
 FILES = sorted(path for room in ("ops", "nn", "strategies", "comm", "models") for path in (PLSC / room).glob("*.py"))
-FILES += [PLSC / "fleet.py", PLSC / "data" / "pipeline.py", PLSC / "train" / "trainer.py"]
+FILES += [PLSC / "fleet.py", PLSC / "data/pipeline.py", PLSC / "train/trainer.py", PLSC / "train/meter.py"]
 # Methods, and torch.unique.
 WAITS = {"item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "unique", "masked_select", "synchronize", "query"}
 CASTS = {"int", "float", "bool"}
@@ -43,8 +43,9 @@ ALLOWED = {
     ("ops/packing.py", "gather_batch"): CPU + ": on a GPU it is gather_packed",
     ("ops/sampling.py", "sample_classes"): ONCE + ": how many classes were sampled, for they are their own number",
     ("ops/native.py", "step"): HOST + ": options of an optimizer",
-    ("ops/optim.py", "_merge"): "under gradient accumulation with sampling only: the union of rows has a length",
+    ("ops/updates.py", "GradientUpdate.joined"): "accumulation with sampling only: how many rows the union has",
     ("ops/sweep.py", "Sweep._find_own"): CPU + ": on a GPU all samples are listed, and masks tell whose count",
+    ("ops/sweep.py", "Sweep._bound_own"): CPU + ": on a GPU blocks have no bounds, masks again",
     ("ops/topk.py", "_improve"): "evaluation, no training step",
     ("ops/topk.py", "_first_best"): "evaluation, no training step",
     ("ops/twins.py", "_own"): "the twin's: kernels compare each column with the own class",
@@ -70,9 +71,9 @@ ALLOWED = {
     ("plsc/fleet.py", "Fleet._agree"): ONCE + ", with fp16, DGC or clip_norm: overflow and norm, in one read",
     ("train/trainer.py", "Trainer._prepare_step"): HOST + ": a seed",
     ("train/trainer.py", "Trainer.evaluate"): LOG,
-    ("train/trainer.py", "_Meter.report"): LOG,
-    ("comm/cupy_nccl.py", "Session._find_fault"): "the watchdog's thread asks events, which does not wait",
-    ("comm/cupy_nccl.py", "Streams.synchronize"): SETUP_OF_RANKS,
+    ("train/meter.py", "Meter.report"): LOG,
+    ("comm/nccl_session.py", "Session._find_fault"): "the watchdog's thread asks events, which does not wait",
+    ("comm/nccl_session.py", "Streams.synchronize"): SETUP_OF_RANKS,
     ("comm/cupy_nccl.py", "CupyNcclCommunicator._drain"): SETUP_OF_RANKS,
     ("comm/launch.py", "_of_slurm_step"): SETUP_OF_RANKS,
     ("comm/topologies.py", "Topology._agree"): SETUP_OF_RANKS,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.data import native, pixels, recordio
+from plsc.data import native, pixels, record_index
 
 
 @pytest.fixture(params=["built", "twin"])
@@ -62,9 +62,9 @@ def test_lines_of_an_index_in_c_and_in_numpy(rows: list[tuple[int, int]], data: 
             + data.draw(st.sampled_from([b"", b"\t", b"\n", b" ", b"-", b"7", b"\x00", b"\xff"]))
             + text[place + 1 :]
         )
-    got = recordio._parse_plain(text)
+    got = record_index.parse_plain(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "kernels", None)
-        expected = recordio._parse_plain(text) if text else np.empty((0, 2), np.int64)
+        expected = record_index.parse_plain(text) if text else np.empty((0, 2), np.int64)
     assert (got is None) == (expected is None)
     assert got is None or np.array_equal(got, expected)

@@ -1,7 +1,6 @@
-"""DGC: momentum SGD where all is sent, nothing lost where little is, the same on all ranks, through restarts too."""
+"""DGC: momentum SGD where all is sent, nothing lost where little is, the same on all ranks."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,65 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from plsc.comm import Communicator, Counting, Hierarchical, LocalCommunicator, Shard, mark, run_ranks
+from plsc.comm import Communicator, Counting, LocalCommunicator, Shard, mark, run_ranks
 from plsc.strategies import DGC, DGCOptions
 from plsc.strategies.dgc import kept_entries, largest_entries
-from plsc.train.checkpoint import load, save
 
-torch.manual_seed(0)
-torch.manual_seed(0)
-MODEL = nn.Sequential(nn.Linear(6, 16, bias=False), nn.Tanh(), nn.Linear(16, 8, bias=False), nn.Tanh(), nn.Linear(8, 1))
-MODEL = MODEL.double()
-BATCH = torch.randn(12, 6, dtype=torch.float64)
-SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2}
-ALL = DGCOptions(density=1.0, min_numel=1, fallback=False, masking=False)
-
-
-def sparse(density: float = 0.05, **options: Any) -> DGCOptions:
-    return DGCOptions(density=density, min_numel=1, fallback=False, **options)
-
-
-def loss_of(model: nn.Module, step: int, comm: Communicator | None = None) -> Tensor:
-    x = BATCH.roll(step, 0)
-    x = x if comm is None else x.chunk(comm.world_size)[comm.rank]
-    return (model(x) - x.sum(1, keepdim=True)).square().mean()
-
-
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-
-def alone(steps: int = 6, **changes: Any) -> Tensor:
-    """One process on the whole batch with torch's SGD."""
-    model = copy.deepcopy(MODEL)
-    optimizer = torch.optim.SGD(model.parameters(), **{**SETTINGS, **changes})
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-    return weights(model)
-
-
-def train(
-    comm: Communicator,
-    options: DGCOptions,
-    *,
-    steps: int = 6,
-    **changes: Any,
-) -> Tensor:
-    model = copy.deepcopy(MODEL)
-    dgc = DGC(model.parameters(), comm, options=options)
-    optimizer = torch.optim.SGD(model.parameters(), **{**SETTINGS, **changes})
-    for step in range(steps):
-        loss_of(model, step, comm).backward()
-        assert dgc.step(optimizer)
-    return weights(model)
-
-
-def same_bits(results: list[Tensor]) -> Tensor:
-    assert all(torch.equal(results[0], other) for other in results[1:])
-    return results[0]
-
+from .dgc_runs import (
+    ALL,
+    BATCH,
+    MODEL,
+    SETTINGS,
+    alone,
+    drift,
+    fixed_gradients,
+    loss_of,
+    same_bits,
+    sparse,
+    train,
+    weights,
+)
 
 # ---- where everything is sent
 
@@ -107,24 +65,6 @@ def test_dense_steps_are_momentum_sgd_and_hand_their_momentum_on(nesterov: bool)
     dense = DGCOptions(density=1.0, min_numel=1)  # sparse would never pay
     got = same_bits(run_ranks(3, lambda comm: train(comm, dense, nesterov=nesterov)))
     torch.testing.assert_close(got, alone(nesterov=nesterov), rtol=1e-12, atol=1e-12)
-
-
-# ---- where little is sent
-
-
-def fixed_gradients(rank: int, step: int) -> Tensor:
-    return torch.randn(20, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def drift(comm: Communicator, options: DGCOptions, steps: int, **settings: Any) -> tuple[Tensor, DGC]:
-    """Steps along gradients that do not depend on the weight; the weight's way and the DGC."""
-    weight = nn.Parameter(torch.zeros(20, 10, dtype=torch.float64))
-    dgc = DGC([weight], comm, options=options)
-    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9, **settings)
-    for step in range(steps):
-        (weight * fixed_gradients(comm.rank, step)).sum().backward()
-        dgc.step(optimizer)
-    return weight.detach(), dgc
 
 
 def velocities(rank: int, steps: int) -> Tensor:
@@ -316,154 +256,6 @@ def test_accumulation_communicates_once() -> None:
     torch.testing.assert_close(run_ranks(2, body)[0], alone(), rtol=1e-12, atol=1e-12)
 
 
-# ---- restarts
-
-
-def saved_at(world: int, path: Path, steps: int = 5) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Trains and saves on `world` ranks; each rank's weight, u and v."""
-
-    def body(comm: Communicator) -> tuple[Tensor, Tensor, Tensor]:
-        weight, dgc = drift(comm, sparse(), steps)
-        save(path, comm=comm, step=steps, dgc=dgc)
-        entry = dgc._entries[0]
-        assert entry.velocity is not None and entry.residual is not None
-        return weight, entry.velocity.clone(), entry.residual.clone()
-
-    return run_ranks(world, body)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
-def test_residuals_survive_a_restart_on_any_number_of_ranks(world: int, tmp_path: Path) -> None:
-    before = saved_at(4, tmp_path / "saved")
-
-    def body(comm: Communicator) -> tuple[Tensor, Tensor]:
-        dgc = DGC([nn.Parameter(torch.zeros(20, 10, dtype=torch.float64))], comm, options=sparse())
-        load(tmp_path / "saved", comm=comm, dgc=dgc)
-        entry = dgc._entries[0]
-        assert dgc.steps == 5 and entry.velocity is not None and entry.residual is not None
-        return entry.velocity, entry.residual
-
-    after = run_ranks(world, body)
-    for which in (0, 1):  # the mean over ranks is what will reach the weight
-        old = torch.stack([rank[1 + which] for rank in before]).mean(0)
-        new = torch.stack([rank[which] for rank in after]).mean(0)
-        assert old.abs().max() > 0.1
-        torch.testing.assert_close(new, old, rtol=1e-14, atol=1e-15)
-    if world == 4:
-        assert all(torch.equal(old[1 + i], new[i]) for old, new in zip(before, after, strict=True) for i in (0, 1))
-
-
-def test_resume_continues_bit_for_bit(tmp_path: Path) -> None:
-    def body(comm: Communicator, stop: int) -> Tensor:
-        model = copy.deepcopy(MODEL)
-        dgc = DGC(model.parameters(), comm, options=sparse(0.05, warmup_steps=4))
-        optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
-        parts = {"model": model, "optimizer": optimizer, "dgc": dgc}
-        path = tmp_path / "saved"
-        if stop == 0:
-            load(path, comm=comm, **parts)
-        for step in range(dgc.steps, stop or 8):
-            loss_of(model, step, comm).backward()
-            dgc.step(optimizer)
-        if stop == 3:
-            save(path, comm=comm, **parts)
-        return weights(model)
-
-    straight = same_bits(run_ranks(3, body, 8))
-    run_ranks(3, body, 3)
-    assert torch.equal(same_bits(run_ranks(3, body, 0)), straight)
-
-
-def test_what_was_kept_is_sent_when_sparse_steps_end(tmp_path: Path) -> None:
-    """Saved by 4 ranks, loaded where sparse does not pay: one step later no residual is left, and the sum is whole."""
-    before = saved_at(4, tmp_path / "saved")
-    expected = before[0][0] - torch.stack([rank[2] for rank in before]).mean(0).view(20, 10)
-    velocity = torch.stack([rank[1] for rank in before]).mean(0).view(20, 10)
-
-    def body(comm: Communicator) -> Tensor:
-        weight = nn.Parameter(before[0][0].clone())
-        dgc = DGC([weight], comm, options=DGCOptions(density=1.0, min_numel=1))
-        load(tmp_path / "saved", comm=comm, dgc=dgc)
-        optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
-        (weight * 2.0).sum().backward()
-        dgc.step(optimizer)
-        assert not dgc._entries[0].residual.any()  # type: ignore[union-attr]
-        return weight.detach()
-
-    for got in run_ranks(2, body):
-        torch.testing.assert_close(got, expected - (0.9 * velocity + 2.0), rtol=1e-13, atol=1e-13)
-
-
-# ---- sparse between hosts
-
-
-@pytest.mark.parametrize(("world", "hosts"), [(4, 2), (6, 3), (6, 2), (2, 2), (4, [3, 1])])
-def test_between_hosts_at_ratio_1_it_is_momentum_sgd(world: int, hosts: Any) -> None:
-    for result in run_ranks(world, lambda comm: train(Hierarchical(comm, hosts=hosts), ALL)):
-        torch.testing.assert_close(result, alone(), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("world", "hosts"), [(4, 2), (6, 3), (6, 2)])
-def test_a_host_compresses_as_one_rank_would(world: int, hosts: int) -> None:
-    twin = run_ranks(world // hosts, lambda comm: train(comm, sparse(0.1)))
-    for result in run_ranks(world, lambda comm: train(Hierarchical(comm, hosts=hosts), sparse(0.1))):
-        torch.testing.assert_close(result, twin[0], rtol=1e-12, atol=1e-12)
-
-
-def test_the_ranks_of_a_host_share_out_what_it_sends() -> None:
-    def body(comm: Communicator) -> tuple[int, int, int]:
-        counting = Counting(comm)
-        model = nn.Linear(6, 31, bias=False).double()  # nothing is left dense, and the payload does not divide
-        dgc = DGC(model.parameters(), Hierarchical(counting, hosts=3), options=sparse(0.1))
-        optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
-        loss_of(model, 0, comm).backward()
-        counting.reset()
-        dgc.step(optimizer)
-        return counting.bytes["all_gather"], dgc._payload(0.1), dgc.bytes_per_step
-
-    for gathered, payload, told in run_ranks(6, body):
-        share = -(-payload // 3)
-        assert gathered == share + 2 * share and told == share  # between two hosts, then what came inside each
-
-
-@pytest.mark.parametrize("before", [None, 2, 4])
-@pytest.mark.parametrize("after", [None, 2])
-def test_residuals_survive_a_change_of_hosts(before: int | None, after: int | None) -> None:
-    def route(comm: Communicator, hosts: int | None) -> Communicator:
-        return comm if hosts is None else Hierarchical(comm, hosts=hosts)
-
-    def body(comm: Communicator) -> tuple[Tensor, Tensor, bool]:
-        model = copy.deepcopy(MODEL)
-        first = DGC(model.parameters(), route(comm, before), options=sparse(0.1))
-        optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
-        for step in range(3):
-            loss_of(model, step, comm).backward()
-            first.step(optimizer)
-        second = DGC(copy.deepcopy(model).parameters(), route(comm, after), options=sparse(0.1))
-        second.load_state_dict(first.state_dict())
-        kept = [torch.cat([entry.state()[1] for entry in dgc._entries]) for dgc in (first, second)]
-        return kept[0], kept[1], torch.equal(*kept)
-
-    results = run_ranks(4, body)
-    old, new = (torch.stack([result[index] for result in results]) for index in (0, 1))
-    torch.testing.assert_close(new.mean(0), old.mean(0), rtol=1e-12, atol=1e-14)
-    if before == after:
-        assert all(result[2] for result in results)
-    if after == 2:
-        assert torch.equal(new[0], new[1]) and torch.equal(new[2], new[3])
-
-
-def test_another_model_is_refused(tmp_path: Path) -> None:
-    saved_at(2, tmp_path / "saved")
-
-    def body(comm: Communicator) -> None:
-        dgc = DGC([nn.Parameter(torch.zeros(10, 20, dtype=torch.float64))], comm, options=sparse())
-        load(tmp_path / "saved", comm=comm, dgc=dgc)
-
-    with pytest.raises(Exception, match=r"compressed other tensors .*\[20, 10\]"):
-        run_ranks(2, body)
-
-
 # ---- refusals
 
 
@@ -505,21 +297,6 @@ def test_weights_that_were_put_elsewhere_are_trained_there(density: float) -> No
     model[0].weight.data = model[0].weight.data.t().contiguous().t()
     with pytest.raises(ValueError, match=r"shapes and strides .* expected .* as when DGC was built"):
         dgc.check(torch.optim.SGD(model.parameters(), 0.1))
-
-
-def test_finite_gradients_of_a_host_do_not_overflow_in_their_sum() -> None:
-    def body(comm: Communicator) -> tuple[Tensor, Tensor]:
-        weight = nn.Parameter(torch.zeros(8, 8))
-        dgc = DGC([weight], Hierarchical(comm, hosts=2), options=sparse(0.25))
-        (weight * 3e38).sum().backward()
-        assert dgc.step(torch.optim.SGD([weight], 1e-38))
-        residual = dgc._entries[0].residual
-        assert residual is not None
-        return weight.detach(), residual
-
-    for weight, residual in run_ranks(4, body):
-        assert sorted(weight.flatten().tolist())[15:17] == [pytest.approx(-3.0), 0.0] and weight.min() >= -3.01
-        assert residual.isfinite().all() and (residual == 0).sum() == 16
 
 
 @pytest.mark.parametrize(

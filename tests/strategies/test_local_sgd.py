@@ -17,7 +17,6 @@ from plsc.strategies.local_sgd import adapted_period
 from plsc.train.checkpoint import load, save
 
 torch.manual_seed(0)
-torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
 BATCH = torch.randn(24, 6, dtype=torch.float64)
 SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2}

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from torch import Tensor, nn
 
 from plsc.comm import CommError, Communicator, Shard, mark, run_ranks
-from plsc.train import export
+from plsc.train import export, export_model
 from plsc.train.export import (
     export_centres,
     export_embeddings,
@@ -128,7 +128,7 @@ def test_misleading_names_of_nodes_are_changed(exported: Path) -> None:
         node.name = name
     with pytest.raises(ValueError, match=r"got nodes named \['Sub_3', 'Mul'"):
         export.check_contract(model, image_size=112)
-    export._clean(model)
+    export_model._clean(model)
     export.check_contract(model, image_size=112)
     names = [node.name for node in model.graph.node]
     assert names[6:8] == ["node_Mul", "kept"] and len(set(names)) == len(names)

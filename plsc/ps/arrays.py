@@ -16,7 +16,7 @@ def as_numpy(x: Array, what: str) -> np.ndarray:
             raise ValueError(f"{what}: got a tensor of layout {x.layout}, expected a dense one; call .to_dense() first")
         if x.dtype == torch.bfloat16:  # numpy has none
             raise ValueError(f"{what}: got dtype {x.dtype}, expected float32; call .float() first")
-        return x.detach().numpy()
+        return x.detach().resolve_neg().numpy()
     if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
         raise ValueError(
             f"{what}: got {type(x).__name__}, expected a numpy array (a masked one: .compressed()) or a torch tensor"

@@ -150,6 +150,10 @@ class SparseEmbedding(nn.Module):
             )
 
     def _check(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> None:
+        for name, given in (("ids", ids), ("offsets", offsets), ("per_sample_weights", weights)):
+            if given is not None and (not isinstance(given, Tensor) or given.layout != torch.strided):
+                what = given.layout if isinstance(given, Tensor) else type(given).__name__
+                raise ValueError(f"{name}: got a {what}, expected a dense tensor")
         if ids.dtype != torch.int64:
             raise ValueError(f"ids: got {ids.dtype}, expected int64, int32 or uint64; call .long() first")
         if self.pooling != "none":

@@ -7,7 +7,7 @@ import numpy as np
 from plsc.ps.arrays import Array, as_floats, as_keys, empty_like_kind
 from plsc.ps.modes import Communicator, Push
 from plsc.ps.rules import PythonRule, Rule
-from plsc.ps.store import SharedStore
+from plsc.ps.store import SharedStore, merge
 from plsc.ps.table import Table
 
 REFRESHED = 65_536  # rows pulled at a time where a worker has fallen behind
@@ -136,27 +136,31 @@ class Geo(Communicator):
         self.touch(array)
         return refused
 
-    def touch(self, keys: Array, steps: np.ndarray | None = None) -> None:
+    def touch(self, keys: Array, steps: np.ndarray | None = None, *, wait: bool = True) -> int:
         """Counts as a push: the copy's rows of these keys have been trained, by whatever means.
 
-        steps [K]: how often each row was stepped, where that was not once; `pace` is for one step.
+        steps [K]: how often each row was stepped, where that was not once; `pace` is for one step. wait=False returns
+        before the exchange that this push may complete; `wait` takes what it answers, so that copies exchange together.
         """
         array = as_keys(keys).copy()
         taken = None if steps is None else as_floats(steps, array.shape, "steps").copy()
         if taken is not None and not (np.isfinite(taken).all() and (taken >= 0).all()):
             raise ValueError("steps: got a negative number, a NaN or an infinity, expected how often rows were stepped")
-        self._enqueue(Push(array, steps=taken))
+        goal = self._enqueue(Push(array, steps=taken))
+        if wait:
+            self.wait(goal)
+        return goal
 
     def _deliver(self, pushes: list[Push]) -> None:
         """One exchange: what the copy has moved by since the last one, for what others have moved."""
-        keys, at = np.unique(np.concatenate([push.keys for push in pushes]), return_inverse=True)
+        taken = [np.ones(len(push.keys), np.float32) if push.steps is None else push.steps for push in pushes]
+        keys, steps = merge(np.concatenate([push.keys for push in pushes]), np.concatenate(taken))
         workers = self.workers or max(1, self.store.num_workers)
         moved = self.local.pull(keys, create=False) - self._base.pull(keys, create=False)
         if self.pace is None:
             sent = moved * np.float32(1.0 / workers if self.weight is None else self.weight)
         else:
-            taken = [np.ones(len(push.keys), np.float32) if push.steps is None else push.steps for push in pushes]
-            sent = moved * weights(np.bincount(at, np.concatenate(taken), len(keys)), self.pace, workers)[:, None]
+            sent = moved * weights(steps, self.pace, workers)[:, None]
             self.local.add(keys, sent - moved)  # the weight has made of it what all workers have come: no rest stays
         if self._round is None:
             changes = self.store.exchange(keys, sent)

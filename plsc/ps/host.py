@@ -1,9 +1,11 @@
 """A table that several workers share: which pushes it has applied, synchronous rounds, who has seen which change."""
 
 import itertools
+import math
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,6 +20,8 @@ from plsc.ps.table import Table
 REMEMBERED_CLIENTS = 10_000  # clients long gone whose last push is still known
 REMEMBERED_KEYS = 50_000_000  # changes kept for workers that have not seen them
 TICK = 0.1  # how often a waiting worker looks whether it is still wanted
+SILENT = 30.0  # seconds without a word after which a worker whose connection stands is not counted
+RECOUNT = 1.0  # seconds between two counts of workers where none joins or leaves
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Client:
     seen: int = 0  # the last change it knows of
     exchanges: bool = False
     pulled: int = 0  # writes before its last pull
+    heard: float = math.inf  # when it last said something; infinite while it is being answered, or need not
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -67,6 +72,7 @@ class Host:
         self.epoch = uuid.uuid4().hex
         self._journal: Journal | None = None
         self._connected: dict[str, int] = {}
+        self._counted = (0, -math.inf)  # workers, and until when that holds
         self._gathering: dict[int, _Round] = {}
         self._moved = threading.Condition()
         self._closing = False
@@ -85,6 +91,7 @@ class Host:
             client.seen = max(client.seen, self._version) if client.sequence == 0 else client.seen
             self.clients[client_id] = client  # youngest last
             self._connected[client_id] = self._connected.get(client_id, 0) + 1
+            self._counted = (0, -math.inf)
             for old in itertools.islice(list(self.clients), max(0, len(self.clients) - REMEMBERED_CLIENTS)):
                 if old not in self._connected:
                     del self.clients[old]
@@ -92,6 +99,7 @@ class Host:
 
     def leave(self, client: Client) -> None:
         with self._moved:
+            self._counted = (0, -math.inf)
             left = self._connected.get(client.id, 0) - 1
             if left > 0:
                 self._connected[client.id] = left
@@ -100,7 +108,17 @@ class Host:
 
     @property
     def num_workers(self) -> int:
-        return len(self._connected)
+        """Those connected, without those of whom nothing was heard for SILENT seconds: a machine may vanish."""
+        now = time.monotonic()
+        number, until = self._counted
+        if now >= until:
+            with self._moved:
+                number = sum(self._is_here(self.clients[each], now) for each in list(self._connected))
+                self._counted = (number, now + min(RECOUNT, SILENT))
+        return number
+
+    def _is_here(self, client: Client, now: float) -> bool:
+        return client.id in self._connected and now - client.heard < SILENT
 
     def next_round(self, client: Client) -> int:
         with self._moved:
@@ -234,7 +252,7 @@ class Host:
             client.seen = since if epoch == self.epoch else version
             behind = epoch != self.epoch or since < self._floor
             news = [k for number, who, k in self._changes if number > since and who != client.id]
-        changed = np.unique(np.concatenate(news)) if news and not behind else np.empty(0, np.uint64)
+        (changed,) = merge(np.concatenate(news)) if news and not behind else (np.empty(0, np.uint64),)
         rows = self.table.pull(changed, create=False)
         return changed, rows, version, behind
 
@@ -285,7 +303,8 @@ class Host:
             self._version += 1
             self._changes.append((self._version, client.id, keys.copy()))
             self._remembered += len(keys)
-            known = [c.seen for c in self.clients.values() if c.exchanges and c.id in self._connected]
+            now = time.monotonic()
+            known = [c.seen for c in self.clients.values() if c.exchanges and self._is_here(c, now)]
             oldest = min(known, default=self._version)
             while self._changes and (self._changes[0][0] <= oldest or self._remembered > REMEMBERED_KEYS):
                 version, _, forgotten = self._changes.popleft()
@@ -361,6 +380,7 @@ class Seat:
         self._sequence = itertools.count(1)
         self._one_write = threading.Lock()  # numbers arrive in order
         self._since = (host.epoch, self._client.seen)
+        self._leave = weakref.finalize(self, host.leave, self._client)
 
     @property
     def dim(self) -> int:
@@ -437,4 +457,4 @@ class Seat:
         return Changes(changed, rows, deltas, behind=behind)
 
     def close(self) -> None:
-        self._host.leave(self._client)
+        self._leave()

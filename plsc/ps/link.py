@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 MOST_TRIES = 50  # of one request, each ended by a lost connection
 ASK_AGAIN = 10.0  # seconds between two questions where a lost server is
+MOST_BEATS = 400  # one after the other: a server that hangs takes 64 KiB, then whoever writes would wait
 LONGEST_PAUSE = 2.0  # seconds between two attempts to reach a server
 
 
@@ -75,6 +77,8 @@ class Link:
         self._ids = itertools.count(1)
         self._sequence = itertools.count(1)
         self._reading = False
+        self._spoke = time.monotonic()  # when something was last sent
+        self._beats = 0  # since the last request
         self._generation = 0
         self._failure: Exception | None = None  # the last time that the server was given up
         self._stream: tuple[Any, Any, Any] | None = None  # client, writer, reader
@@ -148,6 +152,20 @@ class Link:
             logger.warning("server %s has not answered for %g s; connecting anew", self.address, self._access.timeout)
             stream[2].cancel()
 
+    def beat(self) -> None:
+        """Tells a server that has heard nothing for a while that this worker is there. Never waits."""
+        if time.monotonic() - self._spoke < self.hello.get("beat", math.inf) or not self._write.acquire(blocking=False):
+            return
+        try:
+            if self._stream is not None and not self._calls and self._beats < MOST_BEATS:
+                self._spoke = time.monotonic()
+                self._beats += 1
+                self._stream[1].write_metadata(w.Request(w.BEAT).pack())
+        except BROKEN as error:  # the next request connects anew
+            logger.debug("server %s: no beat (%s)", self.address, sentence(error))
+        finally:
+            self._write.release()
+
     # ---- the stream
 
     def _connect(self) -> Any:
@@ -206,7 +224,8 @@ class Link:
     def _emit(self, call: Call) -> None:
         if self._stream is None:
             raise ConnectionError("not connected")
-        call.sent = time.monotonic()
+        call.sent = self._spoke = time.monotonic()
+        self._beats = 0
         call.filled = 0
         call.tries += 1
         self._stream[1].write_with_metadata(call.batch, call.request.pack())
@@ -330,14 +349,19 @@ def _end(client: Any, writer: Any, reader: Any) -> None:
 @contextmanager
 def _at_most(seconds: float, reader: Any) -> Iterator[None]:
     """Cuts a stream whose first answer is not there in time: a server may take a connection and say nothing."""
-    late = threading.Timer(seconds, reader.cancel)
+    was_cut = threading.Event()
+
+    def cut() -> None:
+        was_cut.set()
+        reader.cancel()
+
+    late = threading.Timer(seconds, cut)
     late.daemon = True
     late.start()
-    began = time.monotonic()
     try:
         yield
     except BROKEN:
-        if time.monotonic() - began >= seconds:
+        if was_cut.is_set():
             raise ConnectionError(f"it took the connection and said nothing for {seconds:g} s") from None
         raise
     finally:

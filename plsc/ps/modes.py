@@ -117,7 +117,7 @@ class Communicator:
         counts = [None if x is None else as_floats(x, array.shape, "shows or clicks").copy() for x in (shows, clicks)]
         if not self.keeps_counters and (shows is not None or clicks is not None):
             raise ValueError("got shows or clicks, but this table keeps no counters; make it with counters=True")
-        self._enqueue(Push(array, floats, *counts))
+        self.wait(self._enqueue(Push(array, floats, *counts)))
         return 0
 
     # ---- the machine
@@ -131,14 +131,7 @@ class Communicator:
         """Returns once every push made so far is applied."""
         with self._moved:
             self._raise()
-            goal = self._put
-            self._flushing += 1
-            self._moved.notify_all()
-            try:
-                while self._done < goal:
-                    self._wait()
-            finally:
-                self._flushing -= 1
+            self.wait(self._put)
 
     def close(self) -> None:
         """Sends what waits, then ends the sender; the store inside stays open. Raises what the sender failed with."""
@@ -165,7 +158,8 @@ class Communicator:
             if failure is not error:  # else it is on its way already
                 raise
 
-    def _enqueue(self, push: Push) -> None:
+    def _enqueue(self, push: Push) -> int:
+        """How many pushes `wait` is to wait for: 0 unless this one has come to the barrier."""
         with self._moved:
             self._raise()
             if self._closed:
@@ -177,14 +171,20 @@ class Communicator:
             self._waiting.append(push)
             self._put += 1
             self._moved.notify_all()
-            if self._barrier is not None and self._put % self._barrier == 0:
-                goal = self._put
-                self._flushing += 1
-                try:
-                    while self._done < goal:
-                        self._wait()
-                finally:
-                    self._flushing -= 1
+            return self._put if self._barrier is not None and self._put % self._barrier == 0 else 0
+
+    def wait(self, goal: int) -> None:
+        """Returns once so many pushes of this process are applied."""
+        with self._moved:
+            if self._done >= goal:
+                return
+            self._flushing += 1
+            self._moved.notify_all()
+            try:
+                while self._done < goal:
+                    self._wait()
+            finally:
+                self._flushing -= 1
 
     def _start(self) -> None:
         self._sender = threading.Thread(target=self._send_all, name="plsc-ps-sender", daemon=True)

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -98,7 +99,7 @@ def _compiled(source: Path, text: bytes) -> str:
     language = "CC" if source.suffix == ".c" else "CXX"
     command = shlex.split(os.environ.get(language, "")) or _compiler(language)
     flags = [*FLAGS, "-std=c++17"] if language == "CXX" else [*FLAGS]
-    asked = "\0".join([*command, *flags]).encode() + (INCLUDE / "plsc_rule.h").read_bytes() + text
+    asked = "\0".join([*command, *flags, _processor()]).encode() + (INCLUDE / "plsc_rule.h").read_bytes() + text
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plsc" / "rules"
     target = cache / f"{source.stem}-{hashlib.sha256(asked).hexdigest()[:24]}.so"
     if target.exists():
@@ -112,6 +113,17 @@ def _compiled(source: Path, text: bytes) -> str:
             raise ValueError(f"NativeRule: {source} does not compile:\n{done.stderr[-4000:]}")
         os.replace(made, target)  # another process may have made the same
     return str(target)
+
+
+@functools.cache
+def _processor() -> str:
+    """What machine code made for this processor may use: a cache in a shared home serves machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    kinds = ("model name", "flags", "Features", "CPU part")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(kinds)}))
 
 
 def _compiler(language: str) -> list[str]:

@@ -272,12 +272,16 @@ def _close(ref: "weakref.ref[RemoteStore]") -> None:
 
 
 def _watchdog(ref: "weakref.ref[RemoteStore]", stop: threading.Event) -> None:
-    while not stop.wait(1.0):
+    pause = 0.0
+    while not stop.wait(pause):
         store = ref()
         if store is None:
             return
+        pause = 1.0
         for link in store._links:
             link.check_time()
+            link.beat()
+            pause = min(pause, link.hello.get("beat", pause))
         del store
 
 

@@ -67,8 +67,10 @@ def _spread(sources: Sequence[Path], targets: Sequence[Path]) -> int:
             raise ValueError(f"{source} and {sources[0]} differ in {', '.join(differ)}; they are not of one run")
     merged = {**headers[0], "base": None, "clock": max(header["clock"] for header in headers)}
     writers = [_Writer(target, {**merged, "id": uuid.uuid4().hex}) for target in targets]
-    for source in sources:
+    for source, header in zip(sources, headers, strict=True):
+        later = np.uint32((merged["clock"] - header["clock"]) % 2**32)  # servers count different pushes: ages stay
         for keys, seen, rows in _blocks(source):
+            seen = seen + later
             where = place(keys, len(targets))
             for index, writer in enumerate(writers):
                 mine = where == index

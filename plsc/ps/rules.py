@@ -23,8 +23,10 @@ class Rule:
 
     def __post_init__(self) -> None:
         for name, value in self.constants().items():
-            if not 0 <= value <= np.finfo(np.float32).max:
-                raise ValueError(f"{type(self).__name__}: got {name}={value}, expected a finite float32, 0 or more")
+            number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            if not (number and 0 <= value <= float(np.finfo(np.float32).max)):
+                raise ValueError(f"{type(self).__name__}: got {name}={value!r}, expected a finite float32, 0 or more")
+            object.__setattr__(self, name, float(value))  # a number of numpy's would not go into a save
             if name == "eps" and np.float32(value + getattr(self, "initial", 0.0)) == 0:
                 raise ValueError(
                     f"{type(self).__name__}: got eps={value}, expected a positive float32: no gradient would be 0 / 0"

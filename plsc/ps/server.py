@@ -4,6 +4,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import math
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from plsc.ps import host as hosts
 from plsc.ps import wire as w
 from plsc.ps.host import Client, Closing, Host
 from plsc.ps.log import DURABILITY, State
@@ -29,6 +31,7 @@ LOOK = 0.5  # seconds between two looks at whether to save
 LOG_BYTES = 4 << 30  # of a log after which a save is made unasked
 REST = 60.0  # seconds after a save that failed; while one is tried, writes may have to wait
 QUIET = 10.0  # seconds that close() waits for requests under way
+BEATS = 4  # a worker with nothing to say says so this often within the time after which it is not counted
 PULL_KEYS = 16_384  # keys whose rows go as one message: the table fills one while the last travels
 
 
@@ -202,6 +205,7 @@ class Server:
             "version": client.seen,
             "round": host.next_round(client),
             "workers": host.num_workers,
+            "beat": hosts.SILENT / BEATS,
         }
         return host, client, hello
 
@@ -229,7 +233,10 @@ class Server:
             writer.begin(layout.schema)
             writer.write_metadata(json.dumps(hello).encode())
             while True:
-                self._answer(host, client, reader.read_chunk(), layout, writer, context)
+                client.heard = time.monotonic()
+                chunk = reader.read_chunk()
+                client.heard = math.inf
+                self._answer(host, client, chunk, layout, writer, context)
         except (StopIteration, Closing):
             pass
         except (w.Malformed, w.pa.ArrowException, w.flight.FlightError) as error:
@@ -240,6 +247,8 @@ class Server:
     def _answer(self, host: Host, client: Client, chunk: Any, layout: w.Layout, writer: Any, context: Any) -> None:
         began = time.perf_counter()
         request = w.Request.unpack(chunk.app_metadata)  # who cannot write a head is not talked to
+        if request.kind == w.BEAT:
+            return
         meter = self.meters[host.name]
         meter.begin()
         keys, received, sent, stale = 0, 0, 0, None

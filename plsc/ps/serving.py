@@ -28,6 +28,8 @@ def export(table: Table, path: str | PathLike[str], *, dtype: str = "fp32") -> i
     its largest magnitude / 127.
     Keys are held in memory while it runs, rows are not. The file appears whole or not at all.
     """
+    if not isinstance(table, Table):
+        raise ValueError(f"table: got {type(table).__name__}, expected a plsc.ps.Table of this process")
     if dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype!r}, expected one of {', '.join(DTYPES)}")
     keys = np.sort(np.concatenate([np.empty(0, np.uint64), *(keys for keys, _ in table.items())]))
@@ -63,7 +65,8 @@ def export(table: Table, path: str | PathLike[str], *, dtype: str = "fp32") -> i
             elif dtype == "int8":
                 scale = np.abs(values).max(1) / np.float32(127)
                 scales.append(scale)
-                values = np.rint(values / np.where(scale == 0, 1, scale)[:, None])
+                # Scales near the smallest float are rounded themselves, and what they scale may lie beyond 127.
+                values = np.rint(values / np.where(scale == 0, 1, scale)[:, None]).clip(-127, 127)
             write(values.astype(stored).tobytes())
         write(b"".join(scale.astype("<f4").tobytes() for scale in scales))
         assert file.tell() == base + end

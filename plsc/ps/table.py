@@ -1,8 +1,10 @@
 """A table of rows under 64-bit keys in this process: pull rows, push gradients, save, load; the native core's face."""
 
 import json
+import os
 import threading
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 from os import PathLike, fspath
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from plsc.ps.arrays import Array, as_floats, as_keys, as_output, empty_like_kind
+from plsc.ps.checks import between, flag, number, one_of
 from plsc.ps.files import atomic_path
 from plsc.ps.rules import PythonRule, Rule, as_rule, core_options, describe, rule_of_save
 
@@ -20,6 +23,7 @@ DTYPES = tuple(LARGEST)
 TOO_LARGE = 2.0**50  # of a gradient's components: sums of their squares would overflow
 INITS = ("uniform", "normal", "zeros", "constant")
 POLICIES = ("lru", "lfu")
+_TABLES: weakref.WeakSet["Table"] = weakref.WeakSet()  # all there are, for a fork
 
 
 class Table:
@@ -61,19 +65,18 @@ class Table:
         max_rows: int | None = None,
         policy: str = "lru",
     ) -> None:
-        dim = _between("dim", dim, 1, 65_536)
-        stripes = _between("stripes", stripes, 1, 65_536)
-        seed = _between("seed", seed, 0, 2**64 - 1)
-        admit_after = _between("admit_after", admit_after, 1, 255)
-        max_rows = None if max_rows is None else _between("max_rows", max_rows, 0, 2**63 - 1)
-        init_scale = _number("init_scale", init_scale, 0.0, LARGEST.get(dtype, np.inf))
-        admit_probability = _number("admit_probability", admit_probability, 0.0, 1.0, above=True)
-        for name, value in (("locked", locked), ("counters", counters)):
-            if not isinstance(value, bool):
-                raise ValueError(f"{name}: got {value!r}, expected True or False")
-        _one_of("init", init, INITS)
-        _one_of("dtype", dtype, DTYPES)
-        _one_of("policy", policy, POLICIES)
+        dim = between("dim", dim, 1, 65_536)
+        stripes = between("stripes", stripes, 1, 65_536)
+        seed = between("seed", seed, 0, 2**64 - 1)
+        admit_after = between("admit_after", admit_after, 1, 255)
+        max_rows = None if max_rows is None else between("max_rows", max_rows, 0, 2**63 - 1)
+        init_scale = number("init_scale", init_scale, 0.0, LARGEST.get(dtype, np.inf))
+        admit_probability = number("admit_probability", admit_probability, 0.0, 1.0, above=True)
+        flag("locked", locked)
+        flag("counters", counters)
+        one_of("init", init, INITS)
+        one_of("dtype", dtype, DTYPES)
+        one_of("policy", policy, POLICIES)
         if stripes & (stripes - 1):
             raise ValueError(f"stripes: got {stripes}, expected a power of two, such as 64")
         if max_rows is not None and max_rows < 16 * stripes:
@@ -86,8 +89,8 @@ class Table:
             raise ValueError(
                 f"arena: got {fspath(arena)}, expected an existing folder on the disk that is to hold the rows"
             )
-        self.dim = dim
-        self.rule = as_rule(rule)
+        self._dim = dim
+        self._rule = as_rule(rule)
         self.lr = lr
         self._config: dict[str, Any] = {
             "dim": dim,
@@ -100,7 +103,7 @@ class Table:
         self._core = _core_class()(
             {
                 **self._config,
-                "rule": core_options(self.rule, dim),
+                "rule": core_options(self._rule, dim),
                 "locked": locked,
                 "stripes": stripes,
                 "arena": "" if arena is None else fspath(arena),
@@ -110,13 +113,22 @@ class Table:
                 "least_shown": policy == "lfu",
             }
         )
-        self._one_push = threading.Lock() if locked else None  # a PythonRule's push is several calls
+        self._locked = locked
         self._bounded = max_rows is not None
         self._admits_all = admit_after == 1 and admit_probability == 1.0
-        self._saving = threading.Lock()
         self._decays = 0
         self._base: tuple[str, int, int, int] | None = None  # id, clock, erased rows, decays at the last full save
         self._saved_as: str | None = None
+        self._renew_locks()
+        _TABLES.add(self)
+
+    @property
+    def dim(self) -> int:
+        return self._dim
+
+    @property
+    def rule(self) -> Rule | PythonRule:
+        return self._rule
 
     @property
     def lr(self) -> float:
@@ -124,7 +136,7 @@ class Table:
 
     @lr.setter
     def lr(self, lr: float) -> None:
-        self._lr = _number("lr", lr, 0.0, LARGEST["fp32"], above=True)
+        self._lr = number("lr", lr, 0.0, LARGEST["fp32"], above=True)
 
     @property
     def keeps_rows(self) -> bool:
@@ -148,6 +160,7 @@ class Table:
 
         A missing key's row is made; with create=False its initial value is answered and the table stays as it is.
         """
+        flag("create", create)
         array = as_keys(keys)
         shape = (len(array), self.dim)
         if out is None:
@@ -171,7 +184,7 @@ class Table:
         if isinstance(self.rule, PythonRule):
             if shows is not None or clicks is not None:
                 raise ValueError("shows and clicks go with a native rule, got them with a PythonRule")
-            if self._one_push is None:
+            if not self._locked:
                 return self._push_python(self.rule, array, floats)
             with self._one_push:
                 return self._push_python(self.rule, array, floats)
@@ -242,7 +255,7 @@ class Table:
     def decay(self, factor: float) -> None:
         """Multiply all counters: what was shown long ago counts less."""
         self._needs_counters("decay()")
-        self._core.decay(_number("factor", factor, 0.0, 1.0))
+        self._core.decay(number("factor", factor, 0.0, 1.0))
         self._decays += 1
 
     def erase(self, keys: Array) -> int:
@@ -262,12 +275,12 @@ class Table:
             raise ValueError("evict: got neither max_age nor min_score, expected at least one")
         if min_score is not None:
             self._needs_counters("min_score")
-            min_score = _number("min_score", min_score, -LARGEST["fp32"], LARGEST["fp32"])
+            min_score = number("min_score", min_score, -LARGEST["fp32"], LARGEST["fp32"])
         weights = [
-            _number(name, weight, -LARGEST["fp32"], LARGEST["fp32"])
+            number(name, weight, -LARGEST["fp32"], LARGEST["fp32"])
             for name, weight in (("show_weight", show_weight), ("click_weight", click_weight))
         ]
-        age = -1 if max_age is None else _between("max_age", max_age, 0, 2**63 - 1)
+        age = -1 if max_age is None else between("max_age", max_age, 0, 2**63 - 1)
         return int(self._core.evict(age, float("nan") if min_score is None else min_score, *weights))
 
     def items(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -374,10 +387,15 @@ class Table:
         )
         deltas = [deltas] if isinstance(deltas, str | PathLike) else deltas
         headers = [header, *map(read_header, deltas)]
-        for delta, other in zip(deltas, headers[1:], strict=True):
+        for delta, other, before in zip(deltas, headers[1:], headers, strict=False):
             if other["base"] != header["id"]:
                 raise ValueError(
                     f"{fspath(delta)} is a delta to save {other['base']}, got save {header['id']} as its base"
+                )
+            if (other["clock"] - before["clock"]) % 2**32 >= 2**31:  # it goes round
+                raise ValueError(
+                    f"deltas: got {fspath(delta)} after a younger one, expected the oldest first; the last one alone "
+                    "has all rows since the full save"
                 )
         table.lr = headers[-1]["lr"]
         table._core.set_clock(headers[-1]["clock"])  # before rows come in: their age is told from it
@@ -406,6 +424,10 @@ class Table:
     def __reduce__(self) -> Any:
         raise TypeError("a Table is not copied or pickled; save it and load the file, or let threads share it")
 
+    def _renew_locks(self) -> None:
+        self._one_push = threading.Lock()  # a PythonRule's push is several calls
+        self._saving = threading.Lock()
+
     def _read(self, path: str | PathLike[str]) -> None:
         try:
             self._core.load(fspath(path))
@@ -418,6 +440,15 @@ class Table:
 
     def __repr__(self) -> str:
         return f"Table(dim={self.dim}, rule={self.rule!r}, lr={self._lr}, rows={len(self)})"
+
+
+def _after_fork() -> None:
+    """In the child: locks that other threads of the parent held would never be let go of."""
+    for table in _TABLES:
+        table._renew_locks()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def read_header(path: str | PathLike[str]) -> dict[str, Any]:
@@ -454,25 +485,5 @@ def _rounds(keys: np.ndarray) -> Iterator[np.ndarray]:
     lengths = np.diff(np.r_[starts, len(keys)])
     nth = np.empty(len(keys), np.int64)
     nth[order] = np.arange(len(keys)) - np.repeat(starts, lengths)
-    for n in range(int(lengths.max(initial=0))):
-        yield np.flatnonzero(nth == n)
-
-
-def _between(name: str, value: int, low: int, high: int) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"{name}: got {value!r}, expected a whole number from {low} to {high}")
-    return int(value)
-
-
-def _number(name: str, value: float, low: float, high: float, *, above: bool = False) -> float:
-    """`value` as a float, at least `low` (above: more than that) and at most `high`."""
-    numeric = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    if not (numeric and low <= value <= high) or (above and value == low):
-        least = "a positive number" if above and low == 0.0 else f"a number from {low:g}"
-        raise ValueError(f"{name}: got {value!r}, expected {least}, at most {high:g}")
-    return float(value)
-
-
-def _one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(known)}")
+    by_round = np.argsort(nth, kind="stable")
+    yield from np.split(by_round, np.cumsum(np.bincount(nth))[:-1]) if len(keys) else ()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.ps.embedding import SparseEmbedding
+from plsc.ps.files import locked_folder
 from plsc.ps.store import Store
 from plsc.ps.table import Table
 
@@ -48,10 +49,15 @@ class Tables(Mapping[str, Table]):
     def save(self, folder: str | PathLike[str]) -> int:
         """Writes all tables into `folder`; rows in all. What it held stays valid until all are on the disk, then goes.
 
-        The tables are written one after the other: for a cut at one moment let no thread push meanwhile.
+        The tables are written one after the other: for a cut at one moment let no thread push meanwhile. Who saves into
+        a folder that another is saving into waits for his turn.
         """
         where = Path(folder)
         where.mkdir(parents=True, exist_ok=True)
+        with locked_folder(where):
+            return self._save(where)
+
+    def _save(self, where: Path) -> int:
         save = uuid.uuid4().hex
         files = {name: f"{name}.{save}.table" for name in self}
         made = [where / PARTIAL]
@@ -74,23 +80,35 @@ class Tables(Mapping[str, Table]):
     def load(cls, folder: str | PathLike[str], *, options: Mapping[str, Mapping[str, Any]] | None = None) -> "Tables":
         """What `save` wrote. options: for each table what Table.load takes beside the file, such as arena and rule."""
         where, options = Path(folder), options or {}
-        try:
-            told = json.loads((where / INDEX).read_text(encoding="utf-8"))
-            files = {str(name): str(file) for name, file in told["tables"].items()}
-        except FileNotFoundError:
-            raise ValueError(f"{where} has no {INDEX}; expected a folder that Tables.save wrote") from None
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{where / INDEX} is not what Tables.save writes ({error}); take another copy") from None
-        if told.get("format") != FORMAT:
-            raise ValueError(f"{where / INDEX} has format {told.get('format')}, expected {FORMAT}")
-        if strangers := [name for name in options if name not in files]:
-            raise ValueError(f"options: got {', '.join(strangers)}, {where} has {', '.join(files)}")
-        if bad := [file for file in files.values() if not _FILE.fullmatch(file)]:
-            raise ValueError(f"{where / INDEX} names {bad[0]!r}, expected a file of Tables.save in this folder")
-        return cls({name: Table.load(where / file, **options.get(name, {})) for name, file in files.items()})
+        while True:
+            files = _files(where)
+            if strangers := [name for name in options if name not in files]:
+                raise ValueError(f"options: got {', '.join(strangers)}, {where} has {', '.join(files)}")
+            try:
+                return cls({name: Table.load(where / file, **options.get(name, {})) for name, file in files.items()})
+            except FileNotFoundError:
+                if _files(where) == files:
+                    raise
+                # Another save has taken the place of this one meanwhile.
 
     def __repr__(self) -> str:
         return f"Tables({self._tables!r})"
+
+
+def _files(where: Path) -> dict[str, str]:
+    """The file of each table in the save that a folder holds."""
+    try:
+        told = json.loads((where / INDEX).read_text(encoding="utf-8"))
+        files = {str(name): str(file) for name, file in told["tables"].items()}
+    except FileNotFoundError:
+        raise ValueError(f"{where} has no {INDEX}; expected a folder that Tables.save wrote") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{where / INDEX} is not what Tables.save writes ({error}); take another copy") from None
+    if told.get("format") != FORMAT:
+        raise ValueError(f"{where / INDEX} has format {told.get('format')}, expected {FORMAT}")
+    if bad := [file for file in files.values() if not _FILE.fullmatch(file)]:
+        raise ValueError(f"{where / INDEX} names {bad[0]!r}, expected a file of Tables.save in this folder")
+    return files
 
 
 def _write(path: Path, text: str) -> None:

@@ -17,9 +17,9 @@ except ImportError as error:  # pragma: no cover
 PROTOCOL = 1
 WIRES: dict[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "int8": np.dtype("i1")}
 
-PULL, PUSH, CONTRIBUTE, WAIT_ROUND, EXCHANGE, SET_LR = range(1, 7)
+PULL, PUSH, CONTRIBUTE, WAIT_ROUND, EXCHANGE, SET_LR, BEAT = range(1, 8)
 KINDS = {PULL: "pull", PUSH: "push", CONTRIBUTE: "contribute", WAIT_ROUND: "wait_round", EXCHANGE: "exchange"}
-KINDS[SET_LR] = "set_lr"
+KINDS |= {SET_LR: "set_lr", BEAT: "beat"}  # a beat has no answer: it says that the worker is there
 WRITES = (PUSH, CONTRIBUTE, EXCHANGE, SET_LR)
 
 OK, REFUSED, MISSING, FAILED = range(4)  # of a reply: done; a bad request; a worker is missing; the server failed
@@ -89,7 +89,7 @@ class Request:
             raise Malformed(f"a request's head has {0 if data is None else data.size} bytes, expected {_REQUEST.size}")
         magic, kind, flags, workers, id, sequence, number, value, epoch = _REQUEST.unpack(data)
         if magic != _MAGIC_REQUEST or kind not in KINDS:
-            raise Malformed(f"a request begins with {magic!r}, kind {kind}; expected {_MAGIC_REQUEST!r}, 1 to 6")
+            raise Malformed(f"a request begins with {magic!r}, kind {kind}; expected {_MAGIC_REQUEST!r}, 1 to 7")
         text = epoch.rstrip(b"\0").decode("ascii", "replace")
         return cls(kind, id, sequence, number, value, flags, workers, text)
 

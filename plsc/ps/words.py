@@ -86,8 +86,9 @@ class WordLoop:
         done = self._core.train(*text, moves[0].addresses, moves[1].addresses, self.inputs.dim, lr)
         if any(side.counts_steps for side in self._sides):
             moves[0].steps, moves[1].steps = self.steps(tokens[starts[0] : starts[-1]])
-        for side, move in zip(self._sides, moves, strict=True):
-            side.end(move)
+        goals = [side.end(move) for side, move in zip(self._sides, moves, strict=True)]
+        for side, goal in zip(self._sides, goals, strict=True):  # both copies' exchanges are under way
+            side.wait(goal)
         return Trained(*done)
 
     def steps(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -127,7 +128,10 @@ class _InPlace:
     def begin(self, words: np.ndarray) -> _Move:
         return self._all
 
-    def end(self, move: _Move) -> None:
+    def end(self, move: _Move) -> int:
+        return 0
+
+    def wait(self, goal: int) -> None:
         pass
 
 
@@ -147,8 +151,12 @@ class _InCopy:
             self._addresses[new] = self._store.local.addresses(new.astype(np.uint64))
         return _Move(self._addresses, keys)
 
-    def end(self, move: _Move) -> None:
-        self._store.touch(move.keys, None if move.steps is None else move.steps[move.keys].astype(np.float32))
+    def end(self, move: _Move) -> int:
+        steps = None if move.steps is None else move.steps[move.keys].astype(np.float32)
+        return self._store.touch(move.keys, steps, wait=False)
+
+    def wait(self, goal: int) -> None:
+        self._store.wait(goal)
 
 
 class _Pulled:
@@ -172,11 +180,15 @@ class _Pulled:
         addresses[words] = np.uint64(rows.ctypes.data) + np.arange(len(words), dtype=np.uint64) * stride
         return _Move(addresses, keys, rows, rows.copy())
 
-    def end(self, move: _Move) -> None:
+    def end(self, move: _Move) -> int:
         assert move.rows is not None and move.before is not None
         move.before -= move.rows
         move.before /= np.float32(self._store.lr)
         self._store.push(move.keys, move.before)
+        return 0
+
+    def wait(self, goal: int) -> None:
+        pass
 
 
 def _side(store: Store, num_words: int) -> Any:

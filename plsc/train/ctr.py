@@ -54,7 +54,7 @@ class CtrTrainer:
         self._lock = threading.Lock()
         newest = _newest(self.out) if config.resume else None
         if newest is not None:
-            self.table = Table.load(newest / "table", **table_options(config.table))
+            self.table = _saved_table(newest / "table", self.table, config)
         torch.manual_seed(config.seed)
         self.models = [build_model(config, self.table, self.train_data) for _ in range(config.threads)]
         self.optimizers = [
@@ -62,7 +62,7 @@ class CtrTrainer:
             for model in self.models
         ]
         for model in self.models[1:]:
-            for mine, shared in zip(model.parameters(), self.models[0].parameters(), strict=True):
+            for mine, shared in zip(_tensors(model).values(), _tensors(self.models[0]).values(), strict=True):
                 mine.data = shared.data
         if newest is not None:
             self._restore(newest)
@@ -105,7 +105,7 @@ class CtrTrainer:
                 auc.update(logits, clicked)
                 log_loss.update(logits, clicked)
                 if group >= 0:
-                    group_auc.update(logits, clicked, ids.reshape(len(ids), -1)[:, group])
+                    group_auc.update(logits, clicked, ids.reshape(*ids.shape[:2], -1)[:, group, 0])
         model.train()
         if math.isnan(auc.value()):
             logger.warning(
@@ -235,7 +235,7 @@ class CtrTrainer:
         return True
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: parameter for name, parameter in self.models[0].named_parameters()}
+        return _tensors(self.models[0])
 
     def _moments(self) -> list[dict[str, Tensor]]:
         return [self.optimizers[0].state.get(parameter, {}) for parameter in self.models[0].parameters()]
@@ -263,9 +263,8 @@ class CtrTrainer:
 def train(config: CtrConfig, *, progress: Progress | None = None) -> dict[str, float]:
     """A run from start to end; writes config.toml, metrics, checkpoints, result.json, loss.png and the export."""
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    trainer = CtrTrainer(config, progress=progress)  # which refuses settings that do not go with what `out` holds
     (out / "config.toml").write_text(tomli_w.dumps(to_dict(config)), encoding="utf-8")
-    trainer = CtrTrainer(config, progress=progress)
     result = trainer.fit()
     truth = out / "data" / "truth.json"
     if config.data.kind == "synthetic":
@@ -301,9 +300,16 @@ def load_model(folder: str | os.PathLike[str]) -> nn.Module:
     model = build_model(config, Served(Path(folder) / "table.safetensors"), format)
     weights = load_file(Path(folder) / "dense.safetensors")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+        for name, tensor in _tensors(model).items():
+            tensor.copy_(weights[name])
     return model.eval()
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds beside rows: parameters and buffers (of batch norm, say), each once, by name."""
+    state = {name: x for name, x in model.state_dict(keep_vars=True).items() if not name.endswith("_extra_state")}
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
 
 
 def build_model(config: CtrConfig, table: Any, data: Any) -> nn.Module:
@@ -317,6 +323,20 @@ def build_model(config: CtrConfig, table: Any, data: Any) -> nn.Module:
     if config.model.name != "logistic":
         options |= {"hidden": config.model.hidden, "dropout": config.model.dropout}
     return CLICK_MODELS[config.model.name](sparse, **options)
+
+
+def _saved_table(path: Path, made: Table, config: CtrConfig) -> Table:
+    """The table of a checkpoint, which has to be as `made`, what `config` asks for, but for its learning rate."""
+    saved = Table.load(path, **table_options(config.table))
+    asked, found = ({"rule": table.rule, **table.birth()} for table in (made, saved))
+    if differ := [name for name in asked if asked[name] != found[name]]:
+        raise ValueError(
+            f"{path} is of a table with "
+            + ", ".join(f"{name} {found[name]!r}, got {asked[name]!r}" for name in differ)
+            + "; give the settings of the run, another out, or --no-resume"
+        )
+    saved.lr = made.lr
+    return saved
 
 
 def _next_multiple(step: int, every: int) -> int:

@@ -43,7 +43,7 @@ class CtrData:
     slots: tuple[str, ...] = ()  # multislot: "label", "dense:13", "ids", ... in the order of the line
     num_ids: int = 1  # multislot: most ids of a slot
     own_slots: bool = True  # a token has another id in every slot
-    group: int = -1  # a slot whose ids say within what the grouped AUC is taken (users); -1: none
+    group: int = -1  # a slot whose (first) ids say within what the grouped AUC is taken (users); -1: none
     shuffle: int = 0  # rows mixed at a time
     readers: int = 1  # processes that parse
     ordered: bool = False  # with several readers: batches in the order of the files all the same

@@ -227,6 +227,10 @@ def test_bad_calls() -> None:
         (lambda: layer(square, per_sample_weights=torch.ones(2, 2).double()), "float32"),
         (lambda: layer(square.numpy()), "got a ndarray"),
         (lambda: layer([[1, 2]]), "got a list"),
+        (lambda: layer(line, [0]), "offsets: got a list"),
+        (lambda: layer(square, per_sample_weights=[[1.0]]), "per_sample_weights: got a list"),
+        (lambda: layer(square.to_sparse()), "ids: got a torch.sparse_coo"),
+        (lambda: layer.table.pull(line, create="no"), "create: got 'no'"),
         (lambda: SparseEmbedding(Table(4), pooling="max"), "pooling"),
         (lambda: SparseEmbedding(Table(4), pooling="mean")(square, per_sample_weights=torch.ones(2, 2)), "weights"),
     ]:

@@ -237,3 +237,21 @@ def test_a_reshard_that_fails_can_be_tried_again(tmp_path: Path) -> None:
         reshard([path], new)
     (path / "clicks.table").write_bytes(content)
     assert reshard([path], new) == len(KEYS)
+
+
+def test_rows_keep_their_ages_where_servers_counted_different_pushes(tmp_path: Path) -> None:
+    saves = []
+    for index, (pushes, clock) in enumerate([(4, 5), (50, 51)]):
+        state = State(tmp_path / f"old-{index}", durability="save", index=index, count=2)
+        host = state.load({"clicks": table()}, {"clicks": {}})["clicks"]
+        mine = np.array([100 * index + i for i in range(4)], np.uint64)
+        client = host.join("one", 0)
+        for i in range(pushes):
+            host.push(client, client.sequence + 1, mine[i % 4 :][:1], ONES[:1])
+        assert host.table.stats()["clock"] == clock
+        saves.append(state.save("monday")[0])
+        state.close()
+    assert reshard(saves, [tmp_path / "new"]) == 8
+    merged = Table.load(tmp_path / "new" / "auto-0000000001" / "clicks.table")
+    assert merged.evict(max_age=4) == 0  # a save counts as one
+    assert merged.evict(max_age=2) == 4 and merged.contains(np.array([2, 3, 100, 101], np.uint64)).all()

@@ -6,52 +6,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from plsc.ps import Adagrad, Table
-from plsc.ps.geo import Geo, weights
+from plsc.ps import Table
+from plsc.ps.geo import Geo
 from plsc.ps.host import Host, Seat
 from plsc.ps.modes import Async, Communicator, Direct, HalfAsync, Sync
 from plsc.ps.store import WorkerMissing, merge, place
 
-DIM = 3
-KEYS = np.arange(40, dtype=np.uint64) * np.uint64(2**58 + 77)
-
-
-def table(rule: object = "sgd", **options: object) -> Table:
-    return Table(DIM, rule=rule, lr=0.5, locked=True, init_scale=0.3, **options)
-
-
-def batches(count: int, seed: int, size: int = 12) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pushes whose keys come several times, in one push and over many."""
-    random = np.random.default_rng(seed)
-    return [(random.choice(KEYS, size), random.standard_normal((size, DIM)).astype(np.float32)) for _ in range(count)]
-
-
-def moved(pushes: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """What SGD at rate 0.5 has added to the rows of KEYS in all, in float64."""
-    sums = np.zeros((len(KEYS), DIM))
-    for keys, grads in pushes:
-        np.add.at(sums, np.searchsorted(KEYS, keys), grads.astype(np.float64))
-    return -0.5 * sums
-
-
-def together(work: Callable[[int], None], count: int) -> None:
-    """work(0), ..., work(count - 1), a thread each; the first error is raised here."""
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            work(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
+from .pushes import DIM, KEYS, batches, moved, table, together
 
 
 class Recorded:
@@ -301,171 +262,6 @@ def test_sync_names_who_is_missing_and_takes_a_successor() -> None:
         Seat(host, rank=2).contribute(keys, grads, round=0, workers=3)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("rule", ["sgd", Adagrad(), "adam"])
-def test_geo_with_one_worker_is_local_training(rule: object, overlap: bool) -> None:
-    alone, host = table(rule), Host(table("sgd"))
-    geo = Geo(Seat(host), every=3, rule=rule, overlap=overlap)
-    for keys, grads in batches(20, 30):
-        np.testing.assert_array_equal(geo.pull(keys), alone.pull(keys))
-        geo.push(keys, grads)
-        alone.push(keys, grads)
-    geo.close()
-    np.testing.assert_array_equal(geo.pull(KEYS), alone.pull(KEYS))
-    np.testing.assert_allclose(host.table.pull(KEYS), alone.pull(KEYS), atol=1e-6)
-
-
-@pytest.mark.parametrize("every", [1, 5, "auto"])
-def test_geo_adds_every_move_with_its_weight(every: int | str) -> None:
-    workers, host = 4, Host(table())
-    before = host.table.pull(KEYS)
-    mine = [batches(25, 40 + rank) for rank in range(workers)]
-
-    def work(rank: int) -> None:
-        geo = Geo(Seat(host, rank=rank), every=every, weight=1.0)
-        for keys, grads in mine[rank]:
-            geo.pull(keys)
-            geo.push(keys, grads)
-        geo.close()
-
-    together(work, workers)
-    total = sum(moved(pushes) for pushes in mine)
-    np.testing.assert_allclose(host.table.pull(KEYS) - before, total, atol=2e-5)
-
-
-def test_geo_weighs_by_the_workers_and_the_rest_is_not_forgotten() -> None:
-    """One row, gradient 1 a push, a quarter of the way sent at a time: what was sent and what is still here add up."""
-    host = Host(table())
-    geo = Geo(Seat(host), every=1, workers=4)
-    start = host.table.pull(KEYS[:1]).copy()
-    there, moves = 0.0, 0.0
-    for _ in range(5):
-        geo.push(KEYS[:1], np.ones((1, DIM), np.float32))
-        moves -= 0.5
-        there += (moves - there) / 4
-        np.testing.assert_allclose(host.table.pull(KEYS[:1]) - start, there, atol=1e-6)
-        np.testing.assert_allclose(geo.pull(KEYS[:1]) - start, moves, atol=1e-6)
-    assert Geo(Seat(host), every=1).store.num_workers == 2  # the default weight is then a half
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_geo_at_a_pace_goes_as_far_as_all_steps_one_after_the_other(workers: int) -> None:
-    """Rows of a quadratic, stepped by every worker 1, 5 and 2,000 times between two exchanges: as one worker alone."""
-    pace, repeats, target = 0.01, np.array([1, 5, 2000]), np.float32([3.0, -1.0, 2.0])[:, None]
-    host = Host(Table(DIM, rule="sgd", lr=1.0, init="zeros", locked=True))
-    crew = [Geo(Seat(host, rank=rank), every=1, pace=pace, workers=workers, overlap=True) for rank in range(workers)]
-    for geo in crew:
-        rows = geo.pull(KEYS[:3])
-        way = (1 - (1 - pace) ** repeats)[:, None]
-        geo.local.add(KEYS[:3], (way * (target - rows)).astype(np.float32))
-    for geo in crew:  # all have moved before the first exchange
-        geo.touch(KEYS[:3], repeats.astype(np.float32))
-        geo.flush()
-    alone = target * (1 - (1 - pace) ** (repeats * workers))[:, None]
-    np.testing.assert_allclose(host.table.pull(KEYS[:3]), np.repeat(alone, DIM, 1), rtol=1e-5)
-    for geo in crew:
-        geo.close()
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_geo_in_rounds_goes_on_from_the_same_rows(workers: int) -> None:
-    """Four rounds of the quadratic above, on threads, are as 4 * workers windows of one worker alone."""
-    pace, repeats, target = 0.02, np.array([1, 8, 500]), np.float32([3.0, -1.0, 2.0])[:, None]
-    host = Host(Table(DIM, rule="sgd", lr=1.0, init="zeros", locked=True))
-    ended: dict[int, np.ndarray] = {}
-    seen = threading.Barrier(workers)
-
-    def work(rank: int) -> None:
-        geo = Geo(Seat(host, rank=rank), every=1, pace=pace, workers=workers, rounds=True, deadline=30)
-        geo.pull(KEYS[:3])
-        seen.wait(30)  # before the first of them adds
-        for _ in range(4):
-            rows = geo.pull(KEYS[:3])
-            way = (1 - (1 - pace) ** repeats)[:, None]
-            geo.local.add(KEYS[:3], (way * (target - rows)).astype(np.float32))
-            geo.touch(KEYS[:3], repeats.astype(np.float32))
-        ended[rank] = geo.pull(KEYS[:3])
-        geo.close()
-
-    together(work, workers)
-    alone = target * (1 - (1 - pace) ** (4.0 * repeats * workers))[:, None]
-    np.testing.assert_allclose(host.table.pull(KEYS[:3]), np.repeat(alone, DIM, 1), rtol=1e-4)
-    for rows in ended.values():
-        np.testing.assert_allclose(rows, host.table.pull(KEYS[:3]), rtol=1e-5)
-
-
-def test_geo_in_rounds_names_who_is_missing() -> None:
-    host = Host(table(), name="clicks")
-    geo = Geo(Seat(host, rank=0), every=1, workers=2, rounds=True, deadline=0.05)
-    with pytest.raises(WorkerMissing, match=r"round 0 of table 'clicks': worker 1 has not come within 0.05 s"):
-        geo.push(KEYS[:1], np.ones((1, DIM), np.float32))
-
-
-def test_weights_of_rows() -> None:
-    steps = np.array([0.0, 1.0, 10.0, 1e9])
-    np.testing.assert_allclose(weights(steps, 1e-6, 4), [1, 1, 1, 1 / 4], rtol=1e-4)
-    np.testing.assert_allclose(weights(steps, 0.3, 1), 1)
-    by_hand = (1 - 0.7**40) / (4 * (1 - 0.7**10))
-    np.testing.assert_allclose(weights(steps, 0.3, 4)[2], by_hand, rtol=1e-6)
-    pushed = Geo(Seat(Host(table())), every=2, pace=0.3, workers=4)  # a push is one step of each of its keys
-    start, ones = pushed.pull(KEYS[:2]).copy(), np.ones((1, DIM), np.float32)
-    for keys in (KEYS[:1], KEYS[:1]):
-        pushed.push(keys, ones)
-    moved = pushed.store.pull(KEYS[:1]) - start[:1]
-    np.testing.assert_allclose(moved, -2 * 0.5 * (1 - 0.7**8) / (4 * (1 - 0.7**2)), rtol=1e-5)
-
-
-def test_geo_brings_what_others_changed_and_only_what_is_held() -> None:
-    host = Host(table())
-    one, two = (Geo(Seat(host, rank=rank), every=1, weight=1.0) for rank in range(2))
-    ones = np.ones((1, DIM), np.float32)
-    one.pull(KEYS[:2])
-    two.pull(KEYS[1:3])
-    two.push(KEYS[1:2], ones)
-    two.push(KEYS[2:3], ones)
-    np.testing.assert_allclose(one.pull(KEYS[1:2]), host.table.pull(KEYS[1:2]) + 0.5, rtol=1e-5)  # not yet
-    one.push(KEYS[:1], ones)
-    np.testing.assert_array_equal(one.pull(KEYS[1:2]), host.table.pull(KEYS[1:2]))
-    assert one.local.contains(KEYS[:3]).tolist() == [True, True, False]
-    assert two.local.contains(KEYS[:3]).tolist() == [False, True, True]
-
-
-def test_geo_that_has_fallen_behind_takes_all_rows_it_holds_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plsc.ps.host.REMEMBERED_KEYS", 3)
-    host = Host(table())
-    slow, busy = (Geo(Seat(host, rank=rank), every=1, weight=1.0) for rank in range(2))
-    ones = np.ones((1, DIM), np.float32)
-    slow.pull(KEYS)
-    slow.push(KEYS[:1], ones)
-    for i in range(1, 30):
-        busy.push(KEYS[i : i + 1], ones)
-    slow.push(KEYS[:1], ones)
-    np.testing.assert_allclose(slow.pull(KEYS), host.table.pull(KEYS), atol=1e-6)
-    assert len(host._changes) <= 3
-
-
-def test_geo_with_ftrl_keeps_what_comes_from_outside() -> None:
-    """FTRL computes a value from its state: what others added must survive the next step."""
-    own = Table(DIM, rule="ftrl", lr=0.5, init_scale=0.3)
-    own.push(KEYS[:1], np.full((1, DIM), 0.3, np.float32))
-    before = own.pull(KEYS[:1]).copy()
-    own.add(KEYS[:1], np.full((1, DIM), 2.0, np.float32))
-    np.testing.assert_allclose(own.pull(KEYS[:1]), before + 2, rtol=1e-6)
-    own.push(KEYS[:1], np.zeros((1, DIM), np.float32))
-    np.testing.assert_allclose(own.pull(KEYS[:1]), before + 2, rtol=1e-5)
-
-
-def test_rows_trained_by_other_means_travel_too() -> None:
-    host = Host(table())
-    geo = Geo(Seat(host), every=2)
-    geo.fetch(KEYS[:2])
-    before = host.table.pull(KEYS[:2]).copy()
-    geo.local.add(KEYS[:2], np.ones((2, DIM), np.float32))
-    geo.touch(KEYS[:1])
-    geo.touch(KEYS[:2])
-    np.testing.assert_allclose(host.table.pull(KEYS[:2]) - before, 1, rtol=1e-5)
-
-
 MODES: dict[str, Callable[[Seat], Communicator]] = {
     "direct": Direct,
     "async": lambda seat: Async(seat, merge=5),
@@ -518,16 +314,6 @@ def test_the_same_write_twice_is_one_write() -> None:
         (lambda s: HalfAsync(s, every=0), "got 0"),
         (lambda s: Sync(s, workers=0), "workers=0"),
         (lambda s: Sync(s, workers=70_000), "workers=70000"),
-        (lambda s: Geo(s, every=0), "every: got 0"),
-        (lambda s: Geo(s, every="often"), "every: got 'often'"),
-        (lambda s: Geo(s, weight=2.0), "weight: got 2.0"),
-        (lambda s: Geo(s, weight=0.5, pace=0.1), r"got pace=0\.1, weight=0\.5"),
-        (lambda s: Geo(s, pace=1.0), r"got pace=1\.0"),
-        (lambda s: Geo(s, rounds=True), "rounds: got workers=None, every=100"),
-        (lambda s: Geo(s, rounds=True, workers=2, every="auto"), "rounds: got workers=2, every='auto'"),
-        (lambda s: Geo(s, deadline=0.0), r"deadline: got 0\.0"),
-        (lambda s: Geo(s, pace=0.1).touch(KEYS[:1], -np.ones(1, np.float32)), "steps: got a negative number"),
-        (lambda s: Geo(s, workers=0), "workers: got 0"),
     ],
 )
 def test_senseless_settings_are_refused(make: Callable[[Seat], object], what: str) -> None:

@@ -1,5 +1,6 @@
 """Connections that stall, break, or lead somewhere else: who waits is told in time, and no row goes astray."""
 
+import gc
 import logging
 import socket
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from plsc.ps import Table
 from plsc.ps.geo import Geo
+from plsc.ps.host import Host, Seat
 from plsc.ps.link import Refused, ServerLost
 from plsc.ps.remote import RemoteStore, connect
 from plsc.ps.server import Server
@@ -248,3 +250,43 @@ def test_exchanges_of_any_size_travel_in_parts(stack: ExitStack) -> None:
     watcher.push(keys[:1], np.zeros((1, 4), np.float32))  # what the other has changed comes whole, with the last part
     np.testing.assert_array_equal(watcher.pull(keys), expected)
     watcher.close()
+
+
+def test_a_worker_whose_machine_vanished_is_not_counted(
+    behind: Callable[..., Proxy], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection stands, and nobody will ever close it. One that only has nothing to ask is counted."""
+    monkeypatch.setattr("plsc.ps.host.SILENT", 0.8)
+    server = Server({"clicks": table()})
+    proxy, host = behind(server), server.hosts["clicks"]
+    gone = opened(stack, proxy, timeout=60)
+    geo = Geo(stack.enter_context(connect(server.address, table="clicks")), every=1)
+    time.sleep(1.0)
+    eventually(lambda: host.num_workers == 2)
+    proxy.stall_after = 0
+    eventually(lambda: host.num_workers == 1)
+    geo.push(KEYS, ONES)  # tells this worker how many there are
+    geo.push(KEYS, ONES)
+    np.testing.assert_array_equal(host.table.pull(KEYS), -2 * ONES)  # with a weight of 1, and the rest of a half
+    proxy.stall_after = None
+    eventually(lambda: host.num_workers == 2)
+    gone.pull(KEYS)
+    geo.close()
+
+
+def test_a_seat_that_was_dropped_is_not_counted() -> None:
+    host = Host(table())
+    seats = [Seat(host) for _ in range(3)]
+    seats[0].close()
+    seats[0].close()
+    assert host.num_workers == 2
+    del seats[1]
+    gc.collect()
+    assert host.num_workers == 1
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)

@@ -23,6 +23,7 @@ from plsc.ps import (
     Server,
     Table,
     connect,
+    native_rule,
 )
 from plsc.ps.settings import read_settings
 
@@ -422,3 +423,61 @@ def test_rules_that_would_divide_nothing_by_nothing() -> None:
     before = table.pull(np.zeros(1, np.uint64))
     table.push(np.zeros(1, np.uint64), np.zeros((1, 2), np.float32))
     np.testing.assert_array_equal(table.pull(np.zeros(1, np.uint64)), before)
+
+
+@pytest.mark.parametrize("decay", [np.float32(0.25), np.float64(0.25), np.int64(1), 1])
+def test_constants_of_any_kind_of_number_are_saved(decay: float, tmp_path: Path) -> None:
+    table, keys = Table(2, rule=SGD(weight_decay=decay), lr=0.5), np.arange(5, dtype=np.uint64)
+    start = table.pull(keys)
+    table.push(keys, np.ones((5, 2), np.float32))
+    table.save(tmp_path / "t")
+    again = Table.load(tmp_path / "t")
+    assert again.rule == SGD(weight_decay=float(decay))
+    again.merge(tmp_path / "t")
+    np.testing.assert_allclose(again.pull(keys), start - 0.5 * (1 + np.float32(decay) * start), rtol=1e-6)
+
+
+def test_what_is_no_constant() -> None:
+    for wrong in ("0.1", None, True, torch.tensor(0.1), 1e39):
+        with pytest.raises(ValueError, match=r"Momentum: got weight_decay=.*expected a finite float32"):
+            Momentum(weight_decay=wrong)
+    with pytest.raises(ValueError, match="lr: got 1e-50"):  # 0 as a float32
+        Table(2, lr=1e-50)
+
+
+def test_a_table_keeps_the_rule_it_was_made_with(tmp_path: Path) -> None:
+    table = Table(2, rule="adagrad")
+    for name, value in (("rule", SGD()), ("dim", 3)):
+        with pytest.raises(AttributeError):
+            setattr(table, name, value)
+    table.push(np.arange(5, dtype=np.uint64), np.ones((5, 2), np.float32))
+    table.save(tmp_path / "t")
+    assert Table.load(tmp_path / "t").rule == Adagrad() and len(Table.load(tmp_path / "t")) == 5
+
+
+class Count(PythonRule):
+    """Counts pushes, and checks that a key's come in order."""
+
+    def state_size(self, dim: int) -> int:
+        return dim
+
+    def update(self, values: np.ndarray, state: np.ndarray, grads: np.ndarray, lr: float) -> None:
+        assert (grads >= state).all()
+        values += 1
+        state[:] = grads
+
+
+def test_python_rule_takes_many_repeats() -> None:
+    keys = np.zeros(20_000, np.uint64)
+    keys[::5] = np.arange(4000)
+    table = Table(1, rule=Count(), init="zeros")
+    table.push(keys, np.arange(20_000, dtype=np.float32)[:, None])
+    np.testing.assert_array_equal(table.pull(np.arange(3, dtype=np.uint64))[:, 0], [16_001, 1, 1])
+
+
+def test_a_compiled_rule_is_of_one_kind_of_processor(lion: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache in a home that machines share: code of one with wider registers would end another's process."""
+    here = NativeRule(lion, args=(0.9, 0.99)).library()
+    native_rule._compiled.cache_clear()
+    monkeypatch.setattr(native_rule, "_processor", lambda: "another")
+    assert NativeRule(lion, args=(0.9, 0.99)).library() != here

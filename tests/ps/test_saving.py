@@ -238,3 +238,17 @@ def test_writers_of_one_path_do_not_meet(tmp_path: Path) -> None:
     with pytest.raises(KeyError), atomic_path(path):
         raise KeyError
     assert path.read_bytes() == b"one" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_deltas_come_oldest_first(tmp_path: Path) -> None:
+    """An older one laid over a younger one would bring rows of before back, and say nothing."""
+    table = filled()
+    table.save(tmp_path / "base")
+    places = [tmp_path / "1", tmp_path / "2"]
+    for place in places:
+        step(table)
+        table.save(place, delta=True)
+    for deltas in (places, places[1:], [*places, places[1]]):
+        np.testing.assert_array_equal(Table.load(tmp_path / "base", deltas=deltas).pull(KEYS), table.pull(KEYS))
+    with pytest.raises(ValueError, match="1 after a younger one, expected the oldest first"):
+        Table.load(tmp_path / "base", deltas=places[::-1])

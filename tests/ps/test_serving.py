@@ -86,3 +86,13 @@ def test_values_beyond_half_precision(tmp_path: Path) -> None:
         each.assign(KEYS[:1], values)
     export(table, tmp_path / "t", dtype="fp16")
     np.testing.assert_array_equal(Served(tmp_path / "t").pull(KEYS[:1]), half.pull(KEYS[:1]))
+
+
+def test_int8_of_the_smallest_floats(tmp_path: Path) -> None:
+    """Their scale is rounded so far that they are more than 127 of it: they stay at 127 and keep their sign."""
+    table, keys = Table(1), np.arange(3, dtype=np.uint64)
+    table.assign(keys, np.array([[2.5e-43], [-2.5e-43], [1.3e-43]], np.float32))
+    export(table, tmp_path / "e", dtype="int8")
+    np.testing.assert_array_equal(np.sign(Served(tmp_path / "e").pull(keys))[:, 0], [1, -1, 1])
+    with pytest.raises(ValueError, match="table: got Served"):
+        export(Served(tmp_path / "e"), tmp_path / "f")

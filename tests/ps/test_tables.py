@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -155,3 +156,29 @@ def test_bad_slots() -> None:
     for wrong, told in [({}, "got none"), ({"pooling": "none"}, "got 'none'")]:
         with pytest.raises(ValueError, match=told):
             SlotEmbedding(make_tables() if wrong else {}, **wrong)
+
+
+def test_savers_and_loaders_of_one_folder_do_not_meet(tmp_path: Path) -> None:
+    """Each saver would remove the other's files; a loader would look for files that a newer save took away."""
+    tables = [Tables({name: Table(2) for name in ("a", "b", "c")}) for _ in range(2)]
+    keys = np.arange(100, dtype=np.uint64)
+    for number, each in enumerate(tables):
+        for table in each.values():
+            table.assign(keys, np.full((100, 2), number, np.float32))
+    tables[0].save(tmp_path)
+
+    def save(number: int) -> None:
+        for _ in range(15):
+            tables[number].save(tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        saving = [pool.submit(save, number) for number in (0, 1)]
+        while not all(done.done() for done in saving):
+            values = {float(table.pull(keys).mean()) for table in Tables.load(tmp_path).values()}
+            assert len(values) == 1  # of one save
+        for done in saving:
+            done.result()
+    assert len(list(tmp_path.iterdir())) == 4
+    next(tmp_path.glob("b.*")).unlink()
+    with pytest.raises(FileNotFoundError):
+        Tables.load(tmp_path)

@@ -1,12 +1,14 @@
 """Many threads on one table: sums are exact under locks, Hogwild keeps the index whole, saving goes on beside."""
 
+import multiprocessing
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from plsc.ps import Table
+from plsc.ps import PythonRule, Table
 
 
 def run(threads: int, work: object) -> list:
@@ -94,3 +96,39 @@ def test_saving_while_training(tmp_path: Path) -> None:
                 table.push(keys, np.full((5000, 2), turn, np.float32))
 
     run(3, work)
+
+
+class Slow(PythonRule):
+    def __init__(self) -> None:
+        self.under_way, self.go_on = threading.Event(), threading.Event()
+
+    def state_size(self, dim: int) -> int:
+        return 0
+
+    def update(self, values: np.ndarray, state: np.ndarray, grads: np.ndarray, lr: float) -> None:
+        self.under_way.set()
+        self.go_on.wait(60)
+        values -= lr * grads
+
+
+def _push_and_save(table: Table, path: Path) -> None:
+    table.rule.go_on.set()
+    table.push(np.arange(3, dtype=np.uint64), np.ones((3, 2), np.float32))
+    table.save(path)
+
+
+def test_a_child_does_not_wait_for_threads_of_its_parent(tmp_path: Path) -> None:
+    """A fork in the middle of another thread's push and save: in the child nobody would end them."""
+    table = Table(2, rule=Slow(), lr=1.0, init="zeros", locked=True)
+    pushing = threading.Thread(target=table.push, args=(np.arange(3, dtype=np.uint64), np.ones((3, 2), np.float32)))
+    pushing.start()
+    table.rule.under_way.wait(60)
+    with table._saving:  # as a save does until its file stands
+        child = multiprocessing.get_context("fork").Process(target=_push_and_save, args=(table, tmp_path / "t"))
+        child.start()
+        child.join(30)
+        child.kill()
+    table.rule.go_on.set()
+    pushing.join()
+    assert child.exitcode == 0
+    np.testing.assert_array_equal(Table.load(tmp_path / "t", rule=Slow()).pull(np.arange(3, dtype=np.uint64)), -1.0)

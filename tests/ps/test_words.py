@@ -205,8 +205,9 @@ def test_steps_are_counted_as_they_are_drawn(shared: bool) -> None:
     told: list[np.ndarray] = []
 
     class Told(Geo):
-        def touch(self, keys: Any, steps: Any = None) -> None:
+        def touch(self, keys: Any, steps: Any = None, *, wait: bool = True) -> int:
             told.append(np.bincount(keys.astype(np.int64), steps, WORDS))
+            return 0
 
     stores = tuple(Told(Seat(Host(table)), every=9, pace=0.01) for table in tables(2, locked=True))
     loop = loop_on(stores, window=3, negatives=4, shared=shared)
@@ -217,6 +218,21 @@ def test_steps_are_counted_as_they_are_drawn(shared: bool) -> None:
     np.testing.assert_allclose(told[0], kept * 4, rtol=1e-5)
     drawn = kept.sum() if shared else pairs
     np.testing.assert_allclose(told[1], kept * 4 + 4 * drawn * noise, rtol=0.02)
+
+
+def test_both_copies_exchange_at_the_same_time() -> None:
+    meeting = threading.Barrier(2)
+
+    class Meeting(Seat):
+        def exchange(self, keys: np.ndarray, deltas: np.ndarray) -> Any:
+            meeting.wait(10)
+            return super().exchange(keys, deltas)
+
+    stores = tuple(Geo(Meeting(Host(table)), every=1) for table in tables(2, locked=True))
+    loop_on(stores).train(*a_text(sentences=5), first=0, epoch=0, lr=0.1)
+    assert [(store.sends, store.pending) for store in stores] == [(1, 0), (1, 0)]
+    for store in stores:
+        store.close()
 
 
 def test_threads_share_rows() -> None:

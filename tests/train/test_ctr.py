@@ -10,7 +10,10 @@ import torch
 
 from plsc import cli, cli_ps
 from plsc.data.synthetic_clicks import ClickWorld, write_clicks
+from plsc.models import LogisticRegression
+from plsc.ps import Table
 from plsc.train import ctr
+from plsc.train.click_metrics import GroupAuc
 from plsc.train.config import from_dict, list_recipes, read_recipe
 from plsc.train.ctr_config import CtrConfig, CtrData, CtrDense, CtrModel, CtrTable, click_format, open_clicks
 
@@ -117,6 +120,69 @@ def test_other_formats(tmp_path: Path) -> None:
     assert click_format(CtrData(kind="plsc.data:CRITEO")).num_slots == 26
     parquet = click_format(CtrData(kind="parquet", label="y", dense=("a",), sparse=("b", "c")))
     assert parquet.num_dense == 1 and parquet.num_slots == 2
+
+
+def test_groups_are_of_their_slot_where_slots_hold_several_ids(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    users = random.integers(0, 9, 3000)
+    lines = [f"1 {random.random() < u / 9:d} 3 {' '.join(map(str, random.integers(0, 40, 3)))} 1 u{u}\n" for u in users]
+    (tmp_path / "a").write_text("".join(lines[:2000]))
+    (tmp_path / "b").write_text("".join(lines[2000:]))
+    files = {"train": (str(tmp_path / "a"),), "test": (str(tmp_path / "b"),)}
+    data = CtrData(kind="multislot", slots=("label", "ids", "ids"), num_ids=3, group=1, **files)
+    trainer = ctr.CtrTrainer(config(tmp_path / "run", data=data))
+    result = trainer.fit()
+    parts = [(trainer.models[0].eval()(dense, ids), clicked) for dense, ids, clicked in trainer.test_data]
+    logits, clicked = (torch.cat(part).detach().numpy() for part in zip(*parts, strict=True))
+    right = GroupAuc()
+    right.update(logits, clicked, users[2000:])
+    assert result["group_auc"] == pytest.approx(right.value(), abs=1e-6) and result["auc"] > 0.6
+
+
+def test_what_goes_on_is_what_was_asked_for(tmp_path: Path) -> None:
+    """Another rate holds from then on; what a table cannot change is refused, and config.toml stays that of the run."""
+    ctr.train(config(tmp_path, max_steps=4, export=False))
+    ctr.train(config(tmp_path, max_steps=6, export=False, table=CtrTable(lr=0.4)))
+    newest = max((tmp_path / "checkpoints").iterdir())
+    assert Table.load(newest / "table").lr == 0.4
+    before = (tmp_path / "config.toml").read_text()
+    assert "lr = 0.4" in before
+    for changes, word in (
+        ({"table": CtrTable(rule="adam")}, "rule Adagrad.*got Adam"),
+        ({"table": CtrTable(dtype="fp16")}, "dtype 'fp32', got 'fp16'"),
+        ({"table": CtrTable(init_scale=0.5)}, "init_scale 0.01, got 0.5"),
+        ({"model": CtrModel(factors=5, hidden=(16,))}, "dim 5, got 6"),
+        ({"model": CtrModel(factors=4, hidden=(17,))}, "another model"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            ctr.train(config(tmp_path, max_steps=8, export=False, **changes))
+        assert (tmp_path / "config.toml").read_text() == before
+
+
+class Normed(LogisticRegression):
+    """A model of one's own with a buffer, and a weight under two names."""
+
+    def __init__(self, sparse: torch.nn.Module, *, num_slots: int, num_dense: int) -> None:
+        super().__init__(sparse, num_slots=num_slots, num_dense=num_dense)
+        self.norm = torch.nn.BatchNorm1d(num_dense)
+        self.again = self.dense_weight
+
+    def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(dense), ids)
+
+
+def test_buffers_of_a_model_of_ones_own_are_kept(tmp_path: Path) -> None:
+    options = {"model": CtrModel(f"{__name__}:Normed", factors=4), "threads": 2}
+    result = ctr.train(config(tmp_path, max_steps=30, **options))
+    trainer = ctr.CtrTrainer(config(tmp_path, max_steps=30, **options))
+    served = ctr.load_model(tmp_path / "export")
+    assert 20 < int(trainer.models[0].norm.num_batches_tracked) <= 30  # threads may overwrite each other's
+    assert trainer.evaluate() == {
+        name: result[name] for name in ("auc", "log_loss", "calibration")
+    }
+    torch.testing.assert_close(served.norm.running_var, trainer.models[0].norm.running_var)
+    dense, ids, _ = next(iter(trainer.test_data))
+    torch.testing.assert_close(served(dense, ids), trainer.models[0].eval()(dense, ids), rtol=0, atol=1e-6)
 
 
 def test_files_without_rows_or_with_clicks_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

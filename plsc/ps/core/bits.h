@@ -17,6 +17,13 @@ inline uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+// The x that mix() turns into this.
+inline uint64_t unmix(uint64_t x) {
+  x = (x ^ (x >> 31) ^ (x >> 62)) * 0x319642B2D24D8EC3ull;
+  x = (x ^ (x >> 27) ^ (x >> 54)) * 0x96DE1B173F119089ull;
+  return x ^ (x >> 30) ^ (x >> 60);
+}
+
 // The high word of a * b: maps a hash onto [0, b) and keeps the order of hashes.
 inline uint64_t scale_to(uint64_t a, uint64_t b) {
   __extension__ using Wide = unsigned __int128;

@@ -17,6 +17,11 @@ Slot* Index::put(const Lines& slots, uint64_t place, const Slot& slot) {
   return &slots[at];
 }
 
+void Index::use(Block block, uint64_t lines) {
+  now_block_ = std::move(block);
+  search_.now = {static_cast<Slot*>(now_block_.data()), lines};
+}
+
 void Index::make_room() {
   if (search_.old.count != 0) advance(kMoved);
   if ((count_ + 1) * 5 <= slots().capacity() * 4) return;
@@ -24,10 +29,9 @@ void Index::make_room() {
   const uint64_t lines = slots().count + slots().count / 2 + 1;
   Block larger(lines * kLine * sizeof(Slot));
   old_block_ = std::move(now_block_);
-  now_block_ = std::move(larger);
   Lines& old = search_.old;
   old = search_.now;
-  search_.now = {static_cast<Slot*>(now_block_.data()), lines};
+  use(std::move(larger), lines);
   uint64_t start = 0;
   while (old[start + kLine - 1].row != 0) start += kLine;  // a fifth of the slots is free
   search_.start = old.after(start + kLine - 1);
@@ -43,13 +47,12 @@ void Index::reserve(uint64_t more) {
   Block block(wanted * kLine * sizeof(Slot));
   const Lines larger{static_cast<Slot*>(block.data()), wanted};
   visit([&](const Slot& slot) { put(larger, place_of(slot), slot); });
-  now_block_ = std::move(block);
-  search_.now = larger;
+  use(std::move(block), wanted);
 }
 
-Slot* Index::insert(uint64_t key, uint64_t hash, uint32_t row, uint32_t seen) {
+Slot* Index::insert(uint64_t hash, uint32_t row, uint32_t seen) {
   ++count_;
-  return put(search_.where(place(hash)), place(hash), {key, row, seen});
+  return put(search_.where(place(hash)), place(hash), {hash, row, seen});
 }
 
 // Moves whole runs, so that the front stands in a gap again.
@@ -80,10 +83,10 @@ void Index::settle() {
   if (search_.old.count != 0) advance(search_.old.capacity());
 }
 
-void Index::remove(uint64_t key, uint64_t hash) {
+void Index::remove(uint64_t hash) {
   const Lines& slots = search_.where(place(hash));
   uint64_t hole = slots.home(place(hash));
-  while (slots[hole].key != key || slots[hole].row == 0) hole = slots.after(hole);
+  while (slots[hole].hash != hash || slots[hole].row == 0) hole = slots.after(hole);
   uint64_t at = hole;
   for (;;) {
     at = slots.after(at);

@@ -10,11 +10,14 @@
 namespace plsc {
 
 struct Slot {
-  uint64_t key;
+  uint64_t hash;  // mix() of the key: no two keys have the same, so it stands for the key
   uint32_t row;   // row number + 1; 0: free
   uint32_t seen;  // the table's clock when the row was born or last pushed to
+
+  uint64_t key() const { return unmix(hash); }
 };
-constexpr uint64_t kLine = 4;  // slots a cache line
+constexpr uint64_t kLine = 4;    // slots a cache line
+constexpr uint64_t kGoOn = 256;  // slots that a batch moves on in a stripe that grows
 static_assert(sizeof(Slot) * kLine == 64, "a line of slots is a cache line");
 
 // An array of lines of slots, all free at first. A key's home is the start of a line, from where the first free slot is
@@ -44,19 +47,19 @@ struct Search {
     if (__builtin_expect(old.count == 0, 1)) return now;
     return distance(old.home(place)) < front ? now : old;
   }
-  // The line that a search begins with, to be fetched ahead by the caller: GCC drops calls that do nothing but fetch.
+  // The line that a search begins with.
   const Slot* line_of(uint64_t place) const {
     const Lines& lines = where(place);
     return &lines[lines.home(place)];
   }
-  Slot* find(uint64_t key, uint64_t place) const {
+  Slot* find(uint64_t hash, uint64_t place) const {
     const Lines& lines = where(place);
     for (uint64_t at = lines.home(place);; at = lines.after(at + kLine - 1)) {
       // All four are compared at once: where in the line a key is cannot be foretold, that it is there can. Free slots
-      // keep the key of before, but come last, so the first one that is equal decides.
+      // keep the hash of before, but come last, so the first one that is equal decides.
       Slot* const line = &lines[at];
       unsigned found = 0;
-      for (unsigned i = 0; i < kLine; ++i) found |= static_cast<unsigned>(line[i].key == key) << i;
+      for (unsigned i = 0; i < kLine; ++i) found |= static_cast<unsigned>(line[i].hash == hash) << i;
       if (found != 0 && line[__builtin_ctz(found)].row != 0) return line + __builtin_ctz(found);
       if (line[kLine - 1].row == 0) return nullptr;
     }
@@ -69,22 +72,24 @@ class Index {
  public:
   // `lines` to begin with; indexes that begin with different numbers do not grow at the same time. `salt` makes the
   // order that keys are kept in another one.
-  Index(uint64_t lines, uint64_t salt) : salt_(salt | 1), now_block_(lines * sizeof(Slot) * kLine) {
-    search_.now = {static_cast<Slot*>(now_block_.data()), lines};
-  }
+  Index(uint64_t lines, uint64_t salt) : salt_(salt | 1) { use(Block(lines * sizeof(Slot) * kLine), lines); }
 
   // Where a key of this hash belongs, whatever the size.
   uint64_t place(uint64_t hash) const { return hash * salt_; }
   Search search() const { return search_; }
-  Slot* find(uint64_t key, uint64_t hash) const { return search_.find(key, place(hash)); }
+  Slot* find(uint64_t hash) const { return search_.find(hash, place(hash)); }
   // Makes room for one more: what can fail of an insertion.
   void make_room();
   // Room for so many more at once, in one go.
   void reserve(uint64_t more);
   // The key is not there and make_room() came before.
-  Slot* insert(uint64_t key, uint64_t hash, uint32_t row, uint32_t seen);
+  Slot* insert(uint64_t hash, uint32_t row, uint32_t seen);
   // Takes a slot out and moves later ones of its run back over it, so that no probe meets a gap.
-  void remove(uint64_t key, uint64_t hash);
+  void remove(uint64_t hash);
+  // Brings a growth under way nearer to its end: it would wait there for insertions, with two arrays to search.
+  void go_on() {
+    if (__builtin_expect(search_.old.count != 0, 0)) advance(kGoOn);
+  }
   // Ends a growth under way: afterwards all slots are in one array.
   void settle();
   template <class Visit>
@@ -100,8 +105,9 @@ class Index {
 
  private:
   const Lines& slots() const { return search_.now; }
-  uint64_t place_of(const Slot& slot) const { return place(mix(slot.key)); }
+  uint64_t place_of(const Slot& slot) const { return place(slot.hash); }
   static Slot* put(const Lines& slots, uint64_t place, const Slot& slot);
+  void use(Block block, uint64_t lines);
   void advance(uint64_t steps);
 
   uint64_t salt_;

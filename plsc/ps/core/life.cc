@@ -9,8 +9,7 @@ namespace plsc {
 
 void Table::remove(Stripe& stripe, const Slot& slot) {
   stripe.free_rows.push_back(slot.row - 1);
-  const uint64_t key = slot.key;
-  stripe.index.remove(key, mix(key));
+  stripe.index.remove(slot.hash);
 }
 
 uint64_t Table::erase(const uint64_t* keys, size_t n) {
@@ -19,7 +18,7 @@ uint64_t Table::erase(const uint64_t* keys, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const uint64_t hash = mix(keys[i]);
     Stripe& stripe = stripe_of(hash);
-    const Slot* slot = stripe.index.find(keys[i], hash);
+    const Slot* slot = stripe.index.find(hash);
     if (slot == nullptr) continue;
     remove(stripe, *slot);
     ++erased;
@@ -31,14 +30,14 @@ uint64_t Table::erase(const uint64_t* keys, size_t n) {
 
 uint64_t Table::remove_where(Stripe& stripe, const std::function<bool(const Slot&, const char*)>& goes) {
   // Removing moves slots back, past the one looked at: keys are collected first.
-  std::vector<uint64_t> keys;
+  std::vector<uint64_t> hashes;
   stripe.index.visit([&](const Slot& slot) {
-    if (goes(slot, row_at(stripe, slot.row - 1))) keys.push_back(slot.key);
+    if (goes(slot, row_at(stripe, slot.row - 1))) hashes.push_back(slot.hash);
   });
-  for (const uint64_t key : keys) remove(stripe, *stripe.index.find(key, mix(key)));
-  rows_.fetch_sub(keys.size(), std::memory_order_relaxed);
-  evicted_.fetch_add(keys.size(), std::memory_order_relaxed);
-  return keys.size();
+  for (const uint64_t hash : hashes) remove(stripe, *stripe.index.find(hash));
+  rows_.fetch_sub(hashes.size(), std::memory_order_relaxed);
+  evicted_.fetch_add(hashes.size(), std::memory_order_relaxed);
+  return hashes.size();
 }
 
 // Brings a stripe an eighth below its quota: what is worth least goes, ties by hash.
@@ -56,7 +55,7 @@ uint64_t Table::trim(Stripe& stripe) {
   const auto worth = [&](const Slot& slot, const char* row) {
     float shows = 0.0f;
     if (options_.least_shown) std::memcpy(&shows, row + spec_.layout.counters_at, 4);
-    return Worth{shows, now - slot.seen, mix(slot.key)};
+    return Worth{shows, now - slot.seen, slot.hash};
   };
   std::vector<Worth> all;
   all.reserve(stripe.index.count());
@@ -109,7 +108,7 @@ void Table::stripe_rows(int index, std::vector<uint64_t>& keys, std::vector<floa
   size_t i = 0;
   stripe.index.visit([&](const Slot& slot) {
     const char* const row = row_at(stripe, slot.row - 1);
-    keys[i] = slot.key;
+    keys[i] = slot.key();
     read_value(spec_.layout, row, values.data() + i * dim);
     if (width > 0) std::memcpy(state.data() + i * width, row + spec_.layout.state_at, 4 * width);
     ++i;

@@ -191,7 +191,7 @@ NB_MODULE(_core, m) {
              const nb::gil_scoped_release release;
              return t.save(path, text, since);
            })
-      .def("load", &Table::load, nb::call_guard<nb::gil_scoped_release>())
+      .def("load", &Table::load, nb::arg("path"), nb::arg("later") = 0, nb::call_guard<nb::gil_scoped_release>())
       .def_static("read_header",
                   [](const std::string& path) {
                     const std::string text = Table::read_header(path);

@@ -165,7 +165,8 @@ uint64_t Table::save(const std::string& path, const std::string& header, uint64_
           const char* const row = row_at(stripe, slots[i + kAhead]->row - 1);
           for (size_t line = 0; line < std::min<size_t>(stride, 256); line += 64) __builtin_prefetch(row + line);
         }
-        std::memcpy(keys + 8 * i, &slots[i]->key, 8);
+        const uint64_t key = slots[i]->key();
+        std::memcpy(keys + 8 * i, &key, 8);
         std::memcpy(seen + 4 * i, &slots[i]->seen, 4);
         std::memcpy(rows + stride * i, row_at(stripe, slots[i]->row - 1), stride);
       }
@@ -187,7 +188,7 @@ std::string Table::read_header(const std::string& path) {
   return header_of(file);
 }
 
-uint64_t Table::load(const std::string& path) {
+uint64_t Table::load(const std::string& path, uint32_t later) {
   File file(path, O_RDONLY);
   header_of(file);
   const size_t stride = spec_.layout.stride;
@@ -225,11 +226,17 @@ uint64_t Table::load(const std::string& path) {
       while (next(payload)) {
         BlockHead head;
         std::memcpy(&head, payload.data(), sizeof head);
-        const char* const start = payload.data() + sizeof head;
+        char* const start = payload.data() + sizeof head;
         if (crc32(0, start, head.bytes) != head.crc) throw std::runtime_error("is damaged in one of its blocks");
         keys.resize(head.rows);
         std::memcpy(keys.data(), start, 8 * size_t{head.rows});
-        const char* const seen = start + 8 * size_t{head.rows};
+        char* const seen = start + 8 * size_t{head.rows};
+        for (size_t i = 0; later != 0 && i < head.rows; ++i) {
+          uint32_t time;
+          std::memcpy(&time, seen + 4 * i, 4);
+          time += later;
+          std::memcpy(seen + 4 * i, &time, 4);
+        }
         restore(keys.data(), head.rows, seen, seen + 4 * size_t{head.rows});
       }
     } catch (...) {

@@ -1,4 +1,4 @@
-// Batches on the sparse table: keys sorted by stripe, each stripe locked once, memory fetched ahead; see table.h.
+// Batches on the sparse table: keys sorted by stripe, rows found under its lock, then visited, memory fetched ahead; see table.h.
 #include "table.h"
 
 #include <pthread.h>
@@ -17,11 +17,11 @@
 namespace plsc {
 namespace {
 
-constexpr size_t kChunk = 16384;         // keys worked on at a time: with floats and scratch they stay in the cache
+constexpr size_t kChunk = 4096;          // keys worked on at a time: with slots, floats and scratch they stay in the cache
+constexpr size_t kDiskChunk = 16384;     // the same where rows may have to be read from a disk, many at once
 constexpr size_t kSlabBytes = 64 << 10;  // about
 constexpr double kFirstLines = 32;
-constexpr uint64_t kAhead = 16;          // keys whose slots, rows whose lines, are on their way
-constexpr uint64_t kLockedAhead = 8;     // the same under a lock, where the caller's arrays are not met in order either
+constexpr size_t kAhead = 16;            // rows whose lines are on their way
 
 void prefetch_row(const char* row, size_t bytes) {  // of a row or null
   const char* const end = row + std::min<size_t>(bytes, 512);
@@ -67,15 +67,16 @@ void enroll(Table* table) {
 
 struct Table::Scratch {
   struct Item {
-    uint64_t key;
-    uint64_t at;  // in the batch
+    uint64_t hash;
+    uint64_t at;  // in the chunk
   };
-  std::vector<Item> items;       // sorted by stripe
-  std::vector<uint16_t> stripe;  // of each key
+  std::vector<uint64_t> hashes;  // of a chunk's keys
+  std::vector<Item> items;       // the same, sorted by stripe
   std::vector<uint32_t> start, late;
   std::vector<char*> rows;
   std::vector<uintptr_t> pages;  // to be read from the arena's file
   std::vector<float> floats;
+  uint32_t touched = 0;  // what is read only to have it in the cache, so that the compiler keeps the reading
   const char* seen = nullptr;  // of a batch that says when its rows were seen: four bytes a key, unaligned
 };
 
@@ -118,7 +119,7 @@ Table::~Table() {
 }
 
 // The key is not there. Whatever can fail is done before the index changes.
-Slot* Table::insert(Stripe& stripe, uint64_t key, uint64_t hash, float* floats) {
+Slot* Table::insert(Stripe& stripe, uint64_t hash, float* floats) {
   stripe.index.make_room();
   uint32_t row;
   if (!stripe.free_rows.empty()) {
@@ -133,8 +134,8 @@ Slot* Table::insert(Stripe& stripe, uint64_t key, uint64_t hash, float* floats) 
     }
     ++stripe.rows;
   }
-  if (floats != nullptr) give_birth(spec_, key, row_at(stripe, row), floats);
-  return stripe.index.insert(key, hash, row + 1, clock_.load(std::memory_order_relaxed));
+  if (floats != nullptr) give_birth(spec_, unmix(hash), row_at(stripe, row), floats);
+  return stripe.index.insert(hash, row + 1, clock_.load(std::memory_order_relaxed));
 }
 
 // Room for so many rows more: a file's size says how many are coming.
@@ -144,9 +145,9 @@ void Table::reserve(uint64_t rows) {
 }
 
 // Counts a key that has no row; true once it may have one.
-bool Table::admits(Stripe& stripe, uint64_t key, uint64_t hash) {
+bool Table::admits(Stripe& stripe, uint64_t hash) {
   if (options_.admit_probability < 1.0f) {
-    const float draw = uniform01(stream_of(options_.seed ^ 0x5DEECE66Dull, key), stripe.sightings++);
+    const float draw = uniform01(stream_of(options_.seed ^ 0x5DEECE66Dull, unmix(hash)), stripe.sightings++);
     if (draw >= options_.admit_probability) return false;
   }
   if (options_.admit_after <= 1) return true;
@@ -159,54 +160,67 @@ bool Table::admits(Stripe& stripe, uint64_t key, uint64_t hash) {
   return next >= options_.admit_after;
 }
 
+// Calls work(stripe, first, end) with the part of s.items that is the stripe's, for every stripe that has one, under its
+// lock. Stripes that another thread holds are left for later.
+template <class Work>
+void Table::by_stripe(Scratch& s, Work work) {
+  const auto one = [&](size_t k) { work(*stripes_[k], s.start[k], s.start[k + 1]); };
+  s.late.clear();
+  for (size_t k = 0; k < stripes_.size(); ++k) {
+    if (s.start[k] == s.start[k + 1]) continue;
+    const std::unique_lock<std::mutex> lock(stripes_[k]->mutex, std::try_to_lock);
+    if (lock.owns_lock()) {
+      one(k);
+    } else {
+      s.late.push_back(static_cast<uint32_t>(k));
+    }
+  }
+  for (const uint32_t k : s.late) {
+    const std::lock_guard<std::mutex> lock(stripes_[k]->mutex);
+    one(k);
+  }
+  contended_.fetch_add(s.late.size(), std::memory_order_relaxed);
+}
+
+// Rows do not move, and none goes while somebody is inside: they are found under the locks, all of the chunk, and visited
+// after that, without locks in the order of the batch (Hogwild) or once more under each.
 template <class Visit>
 bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, size_t row_bytes, Scratch& s,
                   Visit& visit) {
   const size_t stripes = stripes_.size();
-  s.start.assign(stripes + 1, 0);
-  uint32_t* const start = s.start.data();
-  uint16_t* const stripe_of_key = s.stripe.data();
+  s.start.assign(stripes + 2, 0);
+  uint32_t* const next = s.start.data() + 1;
+  uint64_t* const hashes = s.hashes.data();
   Scratch::Item* const items = s.items.data();
   char** const rows = s.rows.data();
+  const bool sets = missing == Missing::set;
   for (size_t i = 0; i < n; ++i) {
-    const auto k = static_cast<uint16_t>(mix(keys[i]) & stripe_mask_);
-    stripe_of_key[i] = k;
-    ++start[k + size_t{1}];
+    const uint64_t hash = hashes[i] = mix(keys[i]);
+    if (sets) visit.ahead(i);
+    ++next[(hash & stripe_mask_) + 1];
   }
-  for (size_t k = 0; k < stripes; ++k) start[k + 1] += start[k];
-  for (size_t i = 0; i < n; ++i) items[start[stripe_of_key[i]]++] = {keys[i], i};
-  // Filling moved every start to its stripe's end, which is the next one's beginning.
-  const auto begin_of = [&](size_t k) { return k == 0 ? 0u : start[k - 1]; };
+  for (size_t k = 0; k < stripes; ++k) next[k + 1] += next[k];
+  // Filling moves every stripe's place on to its end, which is where the next one begins.
+  for (size_t i = 0; i < n; ++i) items[next[hashes[i] & stripe_mask_]++] = {hashes[i], i};
 
   bool over = false;
   uint64_t born = 0, turned_away = 0;
-  // From a disk the rows of all stripes are asked for at once.
-  const bool locked = options_.locked, sets = missing == Missing::set, later = !locked && arena_->reads_ahead();
   const uint32_t now = clock_.load(std::memory_order_relaxed);
   const char* const seen = s.seen == nullptr ? nullptr : s.seen + 4 * visit.done;
-  const auto group = [&](size_t k, std::unique_lock<std::mutex>& lock) {
-    Stripe& stripe = *stripes_[k];
-    const uint32_t begin = begin_of(k), end = start[k];
+  by_stripe(s, [&](Stripe& stripe, uint32_t first, uint32_t end) {
+    stripe.index.go_on();
     Search search = stripe.index.search();
-    uint64_t places[kAhead];  // of the keys that come next
-    const auto ask = [&](uint32_t j) {
-      const uint64_t place = stripe.index.place(mix(items[j].key));
-      places[j % kAhead] = place;
-      __builtin_prefetch(search.line_of(place), 0, 3);
-      if (sets) visit.ahead(items[j].at);
-    };
-    for (uint32_t j = begin; j < std::min<uint32_t>(end, begin + kAhead); ++j) ask(j);
-    for (uint32_t j = begin; j < end; ++j) {
-      const uint64_t place = places[j % kAhead];
-      if (j + kAhead < end) ask(j + kAhead);
-      const auto [key, at] = items[j];
-      char*& row = rows[later ? at : j];
-      Slot* slot = search.find(key, place);
+    // A loop of nothing but loads has more of them under way than software prefetches, of which a full queue loses some.
+    uint32_t touched = 0;
+    for (uint32_t j = first; j < end; ++j) touched += search.line_of(stripe.index.place(items[j].hash))->row;
+    s.touched = touched;
+    for (uint32_t j = first; j < end; ++j) {
+      const auto [hash, at] = items[j];
+      Slot* slot = search.find(hash, stripe.index.place(hash));
       bool newborn = false;
       if (__builtin_expect(slot == nullptr && missing != Missing::skip, 0)) {
-        const uint64_t hash = mix(key);
-        if (missing != Missing::admit || admits(stripe, key, hash)) {
-          slot = insert(stripe, key, hash, sets ? nullptr : s.floats.data());
+        if (missing != Missing::admit || admits(stripe, hash)) {
+          slot = insert(stripe, hash, sets ? nullptr : s.floats.data());
           search = stripe.index.search();
           newborn = true;
           rows_.fetch_add(1, std::memory_order_relaxed);
@@ -215,55 +229,39 @@ bool Table::chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, s
           ++turned_away;
         }
       }
-      if (slot == nullptr) {
-        row = nullptr;
-        continue;
-      }
+      rows[at] = nullptr;
+      if (slot == nullptr) continue;
       if (touch) slot->seen = now;
       if (seen != nullptr) std::memcpy(&slot->seen, seen + 4 * at, 4);
-      row = row_at(stripe, slot->row - 1);
+      char* const row = row_at(stripe, slot->row - 1);
       if (newborn && sets) {
         visit(at, row);
-        row = nullptr;
+      } else {
+        rows[at] = row;
       }
     }
     over = over || over_quota(stripe);
-    if (later) return;
-    if (!locked) lock.unlock();  // Hogwild: rows do not move, so their floats are reached without a lock
-    if (arena_->reads_ahead()) Arena::read_ahead(rows + begin, end - begin, row_bytes, s.pages);
-    for (uint32_t j = begin; j < end; ++j) {
-      if (j + kLockedAhead < end) {
-        if (rows[j + kLockedAhead] != nullptr) prefetch_row(rows[j + kLockedAhead], row_bytes);
-        visit.ahead(items[j + kLockedAhead].at);
-      }
-      visit(items[j].at, rows[j]);
-    }
-  };
-
-  // Stripes that another thread holds are left for later.
-  s.late.clear();
-  for (size_t k = 0; k < stripes; ++k) {
-    if (begin_of(k) == start[k]) continue;
-    std::unique_lock<std::mutex> lock(stripes_[k]->mutex, std::try_to_lock);
-    if (lock.owns_lock()) {
-      group(k, lock);
-    } else {
-      s.late.push_back(static_cast<uint32_t>(k));
-    }
-  }
-  for (const uint32_t k : s.late) {
-    std::unique_lock<std::mutex> lock(stripes_[k]->mutex);
-    group(k, lock);
-  }
+  });
   born_.fetch_add(born, std::memory_order_relaxed);
   unadmitted_.fetch_add(turned_away, std::memory_order_relaxed);
-  contended_.fetch_add(s.late.size(), std::memory_order_relaxed);
-  if (!later) return over;
-  Arena::read_ahead(rows, n, row_bytes, s.pages);
-  for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && rows[i + kAhead] != nullptr) prefetch_row(rows[i + kAhead], row_bytes);
-    visit(i, rows[i]);
+  if (arena_->reads_ahead()) Arena::read_ahead(rows, n, row_bytes, s.pages);
+  if (!options_.locked) {
+    for (size_t i = 0; i < n; ++i) {
+      if (i + kAhead < n && rows[i + kAhead] != nullptr) prefetch_row(rows[i + kAhead], row_bytes);
+      visit(i, rows[i]);
+    }
+    return over;
   }
+  by_stripe(s, [&](Stripe&, uint32_t first, uint32_t end) {
+    for (uint32_t j = first; j < end; ++j) {
+      if (j + kAhead < n) {
+        const size_t at = items[j + kAhead].at;
+        if (rows[at] != nullptr) prefetch_row(rows[at], row_bytes);
+        visit.ahead(at);
+      }
+      visit(items[j].at, rows[items[j].at]);
+    }
+  });
   return over;
 }
 
@@ -289,16 +287,16 @@ template <class Visit>
 void Table::batch(const uint64_t* keys, size_t n, Missing missing, bool touch, size_t row_bytes, const void* beside,
                   size_t beside_bytes, Visit visit) {
   Scratch& s = scratch();
-  const size_t most = std::min(n, kChunk);
+  const size_t chunk_keys = arena_->reads_ahead() ? kDiskChunk : kChunk, most = std::min(n, chunk_keys);
   if (s.items.size() < most) {
+    s.hashes.resize(most);
     s.items.resize(most);
     s.rows.resize(most);
-    s.stripe.resize(most);
   }
   const size_t floats = 2 * static_cast<size_t>(spec_.layout.dim) + static_cast<size_t>(spec_.layout.state);
   if (s.floats.size() < floats) s.floats.resize(floats);
-  for (size_t done = 0; done < n; done += kChunk) {
-    const size_t count = std::min(kChunk, n - done);
+  for (size_t done = 0; done < n; done += chunk_keys) {
+    const size_t count = std::min(chunk_keys, n - done);
     bool over = false;
     {
       const Inside inside(gate_);

@@ -141,8 +141,9 @@ class Table {
   // Writes header and rows seen at or after `since` (0: all) to `path` and syncs it. Training may go on: each stripe is
   // locked while it is written. Returns rows written.
   uint64_t save(const std::string& path, const std::string& header, uint64_t since);
-  // Reads rows of such a file over those here; the header is the caller's to compare.
-  uint64_t load(const std::string& path);
+  // Reads rows of such a file over those here; the header is the caller's to compare. `later` is added to the times they
+  // were seen: what this table's clock is ahead of the file's, where the two have not counted the same pushes.
+  uint64_t load(const std::string& path, uint32_t later = 0);
   static std::string read_header(const std::string& path);
   // Moves the clock on and returns the new time: rows touched from now on are seen at or after it. The clock is of 32
   // bits and goes round: times are compared by their distance from now, so ages up to 2^32 pushes are told apart.
@@ -168,6 +169,8 @@ class Table {
   template <class Visit>
   void batch(const uint64_t* keys, size_t n, Missing missing, bool touch, size_t row_bytes, const void* beside,
              size_t beside_bytes, Visit visit);
+  template <class Work>
+  void by_stripe(Scratch& s, Work work);
   template <class Visit>
   bool chunk(const uint64_t* keys, size_t n, Missing missing, bool touch, size_t row_bytes, Scratch& s, Visit& visit);
   // What comes with n keys, of which shows and clicks may be null.
@@ -185,9 +188,9 @@ class Table {
   // Whole rows as they were saved, `seen` [n] of four bytes each; both unaligned.
   void restore(const uint64_t* keys, size_t n, const char* seen, const char* rows);
   // With `floats` null the row is the caller's to set.
-  Slot* insert(Stripe& stripe, uint64_t key, uint64_t hash, float* floats);
+  Slot* insert(Stripe& stripe, uint64_t hash, float* floats);
   void count(char* row, float shows, float clicks) const;
-  bool admits(Stripe& stripe, uint64_t key, uint64_t hash);
+  bool admits(Stripe& stripe, uint64_t hash);
   void remove(Stripe& stripe, const Slot& slot);
   void reserve(uint64_t rows);
   uint64_t remove_where(Stripe& stripe, const std::function<bool(const Slot&, const char*)>& goes);

@@ -6,6 +6,7 @@ from plsc.ps.embedding import SparseEmbedding
 from plsc.ps.geo import Geo
 from plsc.ps.host import Host, Seat
 from plsc.ps.keys import hash_strings, slot_keys
+from plsc.ps.merging import merge
 from plsc.ps.modes import Async, Communicator, Direct, HalfAsync, Sync
 from plsc.ps.native_rule import NativeRule
 from plsc.ps.rules import FTRL, RULES, SGD, Adagrad, Adam, AdamW, Momentum, PythonRule, RowAdagrad, Rule
@@ -59,6 +60,7 @@ __all__ = [
     "connect",
     "export",
     "hash_strings",
+    "merge",
     "slot_keys",
 ]
 

@@ -5,10 +5,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from plsc.ps.arrays import as_keys
+from plsc.ps.merging import unique_keys
 from plsc.ps.rules import PythonRule, Rule
 from plsc.ps.store import Store
 from plsc.ps.table import Table
@@ -101,7 +104,7 @@ class SparseEmbedding(nn.Module):
             ids = ids.long()
         weights = per_sample_weights
         self._check(ids, offsets, weights)
-        unique, at = torch.unique(ids, return_inverse=True)  # [K], ids' shape
+        unique, at = _unique(ids)  # [K], ids' shape
         if self.padding_key is not None:
             counts = unique != self.padding_key
             unique = unique[counts]
@@ -198,6 +201,14 @@ class SparseEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.table!r}, pooling={self.pooling!r}"
+
+
+def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The different ids [K], and which of them each is, in the ids' shape."""
+    if ids.device.type != "cpu":
+        return torch.unique(ids, return_inverse=True)
+    unique, at = unique_keys(as_keys(ids.reshape(-1)))
+    return torch.from_numpy(unique.view(np.int64)), torch.from_numpy(at).view(ids.shape)
 
 
 def _joined(bags: Sequence[Tensor], offsets: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,10 @@ import threading
 import numpy as np
 
 from plsc.ps.arrays import Array, as_floats, as_keys, empty_like_kind
+from plsc.ps.merging import merge
 from plsc.ps.modes import Communicator, Push
 from plsc.ps.rules import PythonRule, Rule
-from plsc.ps.store import SharedStore, merge
+from plsc.ps.store import SharedStore
 from plsc.ps.table import Table
 
 REFRESHED = 65_536  # rows pulled at a time where a worker has fallen behind

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from plsc.ps.arrays import Array, as_floats, as_keys
+from plsc.ps.merging import merge
 from plsc.ps.rules import PythonRule, Rule
-from plsc.ps.store import Changes, WorkerMissing, merge
+from plsc.ps.store import Changes, WorkerMissing
 from plsc.ps.table import Table
 
 REMEMBERED_CLIENTS = 10_000  # clients long gone whose last push is still known

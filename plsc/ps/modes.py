@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from plsc.ps.arrays import Array, as_floats, as_keys
+from plsc.ps.merging import merge
 from plsc.ps.rules import PythonRule, Rule
-from plsc.ps.store import SharedStore, Store, merge
+from plsc.ps.store import SharedStore, Store
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""The face that tables, remote tables and modes share; and what batches of keys need: placing on servers, merging."""
+"""The face that tables, remote tables and modes share; and where a key is among servers."""
 
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from plsc.ps.arrays import Array
 from plsc.ps.rules import PythonRule, Rule
@@ -105,12 +104,3 @@ def mix(x: np.ndarray) -> np.ndarray:
 def place(keys: np.ndarray, servers: int) -> np.ndarray:
     """Which server each key lives on, int64 [K]: by another hash than a table's stripes, which would be thinned."""
     return (mix(keys ^ GOLDEN) % np.uint64(servers)).astype(np.int64)
-
-
-def merge(keys: np.ndarray, *parts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Unique keys and, for each of `parts` [K, ...], the sum of a key's entries, in order."""
-    unique, at = torch.unique(torch.from_numpy(keys.view(np.int64)), return_inverse=True)
-    sums = [
-        torch.zeros((len(unique), *part.shape[1:])).index_add_(0, at, torch.from_numpy(part)).numpy() for part in parts
-    ]
-    return unique.numpy().view(np.uint64), *sums

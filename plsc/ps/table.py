@@ -417,8 +417,8 @@ class Table:
                 f"{fspath(path)} and this table differ in {', '.join(differ)}; only full saves of tables that were "
                 "made alike are merged"
             )
-        self._core.set_clock(max(header["clock"], self.stats()["clock"]))
-        self._read(path)
+        # The clocks have counted different pushes: rows keep their ages.
+        self._read(path, later=(self.stats()["clock"] - header["clock"]) % 2**32)
         self._base, self._saved_as, self.lr = None, header.get("tag") or header["id"], header["lr"]
 
     def __reduce__(self) -> Any:
@@ -428,9 +428,9 @@ class Table:
         self._one_push = threading.Lock()  # a PythonRule's push is several calls
         self._saving = threading.Lock()
 
-    def _read(self, path: str | PathLike[str]) -> None:
+    def _read(self, path: str | PathLike[str], later: int = 0) -> None:
         try:
-            self._core.load(fspath(path))
+            self._core.load(fspath(path), later)
         except RuntimeError as error:
             raise _foreign(path, str(error)) from None
 

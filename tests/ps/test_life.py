@@ -127,3 +127,23 @@ def test_what_needs_counters_says_so() -> None:
             call()
     with pytest.raises(ValueError, match="max_age"):
         table.evict()
+
+
+@pytest.mark.parametrize("pushes", [3, 50])
+def test_merged_rows_keep_their_ages(pushes: int, tmp_path: Path) -> None:
+    """Shards count pushes of their own: the clock of one says nothing of the other's rows."""
+    first, second = Table(2), Table(2)
+    keys = np.arange(40, dtype=np.uint64)
+    for i in range(20):  # one row a push
+        first.push(keys[i : i + 1], np.ones((1, 2), np.float32))
+    for i in range(pushes):
+        second.push(keys[20 + i % 20 :][:1], np.ones((1, 2), np.float32))
+    second.save(tmp_path / "t")
+    first.merge(tmp_path / "t")
+    first.evict(max_age=6)  # a save is a tick of its table's, too
+    old, new = first.contains(keys[:20]), first.contains(keys[20:])
+    assert old.sum() == 7 and old[13:].all()
+    assert new.sum() == min(pushes, 6) and new[[(pushes - 1 - i) % 20 for i in range(min(pushes, 6))]].all()
+    first.push(keys, np.ones((40, 2), np.float32))
+    first.save(tmp_path / "u")
+    assert len(Table.load(tmp_path / "u")) == 40

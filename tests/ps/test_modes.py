@@ -9,8 +9,9 @@ import pytest
 from plsc.ps import Table
 from plsc.ps.geo import Geo
 from plsc.ps.host import Host, Seat
+from plsc.ps.merging import merge
 from plsc.ps.modes import Async, Communicator, Direct, HalfAsync, Sync
-from plsc.ps.store import WorkerMissing, merge, place
+from plsc.ps.store import WorkerMissing, place
 
 from .pushes import DIM, KEYS, batches, moved, table, together
 
@@ -35,15 +36,6 @@ class Recorded:
             raise self.error
         self.pushes += 1
         return self.inner.push(keys, grads)
-
-
-def test_merge_sums_by_key() -> None:
-    keys, grads = batches(1, 0, 1000)[0]
-    unique, sums, counts = merge(keys, grads, np.ones(1000, np.float32))
-    assert len(np.unique(unique)) == len(unique) == len(KEYS)
-    order = np.argsort(unique)
-    np.testing.assert_allclose(sums[order], moved([(keys, grads)]) / -0.5, atol=1e-4)
-    assert counts.sum() == 1000
 
 
 def test_servers_get_equal_shares_of_any_keys_and_leave_stripes_full() -> None:

@@ -177,9 +177,7 @@ def test_buffers_of_a_model_of_ones_own_are_kept(tmp_path: Path) -> None:
     trainer = ctr.CtrTrainer(config(tmp_path, max_steps=30, **options))
     served = ctr.load_model(tmp_path / "export")
     assert 20 < int(trainer.models[0].norm.num_batches_tracked) <= 30  # threads may overwrite each other's
-    assert trainer.evaluate() == {
-        name: result[name] for name in ("auc", "log_loss", "calibration")
-    }
+    assert trainer.evaluate() == {name: result[name] for name in ("auc", "log_loss", "calibration")}
     torch.testing.assert_close(served.norm.running_var, trainer.models[0].norm.running_var)
     dense, ids, _ = next(iter(trainer.test_data))
     torch.testing.assert_close(served(dense, ids), trainer.models[0].eval()(dense, ids), rtol=0, atol=1e-6)

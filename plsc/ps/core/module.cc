@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "merge.h"
 #include "skipgram_module.h"
 #include "table.h"
 
@@ -92,6 +93,17 @@ plsc::TableOptions read_options(const nb::dict& o) {
 NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);  // a table that a thread of the user's still holds when Python ends is no leak
   bind_skipgram(m);
+  m.def("unique_keys", [](In<uint64_t> keys, Out<uint64_t> unique, Out<int64_t> at) {
+    expect(unique.size(), keys.size(), "unique");
+    expect(at.size(), keys.size(), "at");
+    const nb::gil_scoped_release release;
+    return plsc::unique_keys(keys.data(), keys.size(), unique.data(), at.data());
+  });
+  m.def("sum_rows", [](In<int64_t> at, In<float> rows, size_t dim, Out<float> sums) {
+    expect(rows.size(), at.size() * dim, "rows");
+    const nb::gil_scoped_release release;
+    plsc::sum_rows(at.data(), rows.data(), at.size(), dim, sums.data());
+  });
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);

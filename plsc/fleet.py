@@ -293,7 +293,7 @@ class Fleet:
                     stack.enter_context(reducer.accumulate())
             updates: list[RowUpdate] = stack.enter_context(deferred_updates()) if defer else []
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
-        self._pending += updates
+        self._pending = merge_updates([*self._pending, *updates])  # of sampled rows one gradient waits, not one a pass
         for local in self.locals:
             local.note(loss)
         if not last:
@@ -306,7 +306,7 @@ class Fleet:
     def _finish(self, optimizer: Optimizer) -> Step:
         """Decides together, then steps or skips."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        updates = merge_updates(self._pending)
+        updates = self._pending
         compressors = [reducer for reducer in self.reducers if isinstance(reducer, DGC)]
         scale, found, clipped = 1.0, None, None
         for local in self.locals:
@@ -334,7 +334,9 @@ class Fleet:
             if not math.isfinite(norm):
                 raise NonFiniteLoss(f"the gradient's norm is {norm}; no weight was changed")
             shrink = min(1.0, self.strategy.clip_norm / (norm + 1e-6))
-            torch._foreach_mul_([param.grad for param in clipped if param.grad is not None], shrink)
+            grads = [param.grad for param in clipped if param.grad is not None]
+            if grads:  # else only rows of a head are trained
+                torch._foreach_mul_(grads, shrink)
             scale *= shrink
         for update in updates:
             update.apply(scale)

@@ -53,8 +53,8 @@ class ClassParallelHead(ClassParallelModule):
             and its rule steps them, with sample_rate below 1; see plsc.nn.stored.StoredHead and docs/ps.md.
         seed: initial centres and class sampling depend on (seed, class id, step) alone, never on the rank.
         block: classes of one pass, by default from a memory budget.
-        cache_mb: exponentials kept for the backward at most (MiB), and where steps are clipped gradients between norm and
-            step; the rest is computed anew.
+        cache_mb: exponentials kept for the backward at most (MiB), and where steps are clipped gradients between norm
+            and step; the rest is computed anew.
         cache_dtype: "fp32" | "bf16": twice as many of them, and gradients of the weight to three digits.
         product_dtype: what matrix products are made of, "fp32" | "bf16" (embeddings, weight and exponentials are
             rounded, logits and sums are not) | "auto": bf16 for a weight in "split" or "bf16" on a GPU of compute
@@ -127,7 +127,8 @@ class ClassParallelHead(ClassParallelModule):
     def _loss(self, embeddings: Tensor, labels: Tensor, reduction: str) -> Tensor:
         self._check_inputs(embeddings, labels)
         margin, dtype = self.margin, self.dtype
-        training = self.training and torch.is_grad_enabled()
+        differentiable = torch.is_grad_enabled()
+        training = self.training and differentiable
         unit, norms = normalize(embeddings.to(dtype))
         half, kind = self.half_products, embeddings.dtype
         wire = unit.to(torch.bfloat16 if half else kind) if half or kind in (torch.float16, torch.bfloat16) else unit
@@ -138,8 +139,8 @@ class ClassParallelHead(ClassParallelModule):
             step = int(self.num_steps)
             rows, place = sample_classes(y, self.shard, rate=self.sample_rate, seed=self.seed, step=step)
         self.catch_up(rows)
-        rounding = self._rounding() if training else None
-        if training:
+        rounding = self._rounding() if differentiable else None
+        if training or rounding is not None:  # each step has random bits of its own
             self.num_steps += 1
         scoring = Scoring(
             scale=margin.scale,
@@ -165,7 +166,7 @@ class ClassParallelHead(ClassParallelModule):
             state=self.row_state(),
             rounding=rounding,
             applied=self._applied,
-            observe=(lambda own: self._observe(own, y, all_norms, scoring)) if training else None,
+            observe=(lambda own: self._observe(own, y, all_norms, scoring)) if differentiable else None,
             workspace=self.workspace,
         )
         factors = sample_factors(y, self.comm, unit.dtype, reduction)
@@ -183,16 +184,18 @@ class ClassParallelHead(ClassParallelModule):
         return sharded_cross_entropy(unit, norms, self.weight, None, problem, factors=factors, reduction=reduction)
 
     def _observe(self, own: Tensor | None, labels: Tensor, norms: Tensor, scoring: Scoring) -> None:
-        """Lets the margin update its running statistics, from the valid samples of the global batch.
+        """Lets the margin of a head in training update its statistics, from the valid samples of the global batch.
 
-        The step's blocks are scored by them as they are now, when made anew in the backward too.
+        The step's blocks are scored by the margin as it is now, when made anew later too.
         """
-        margin, own, valid = self.margin, norms if own is None else own, labels != IGNORE
-        if margin.takes_valid:
-            margin.update(own, norms, valid)  # type: ignore[call-arg]
-        elif type(margin).update is not Margin.update and bool(valid.any()):
-            margin.update(own[valid], norms[valid])
-        if margin.moves_others and type(margin).update is not Margin.update:
+        margin = self.margin
+        if self.training:
+            own, valid = norms if own is None else own, labels != IGNORE
+            if margin.takes_valid:
+                margin.update(own, norms, valid)  # type: ignore[call-arg]
+            elif type(margin).update is not Margin.update and bool(valid.any()):
+                margin.update(own[valid], norms[valid])
+        if margin.moves_others:
             scoring.others = margin.frozen().others
 
     @torch.no_grad()

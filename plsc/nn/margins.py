@@ -14,6 +14,7 @@ promises unless it says otherwise:
 Half precision input is computed and returned in float32.
 """
 
+import contextlib
 import copy
 import inspect
 import math
@@ -86,9 +87,15 @@ class Margin(nn.Module):
         return "valid" in inspect.signature(type(self).update).parameters
 
     def frozen(self: Self) -> Self:
-        """A copy that no later `update` reaches."""
+        """A copy that no later change of this one reaches; made in each forward where `others` is overridden.
+
+        It shares what cannot be copied, such as a communicator.
+        """
         twin = copy.copy(self)
-        twin._buffers = {name: None if kept is None else kept.clone() for name, kept in self._buffers.items()}
+        memo = {id(self): twin}
+        for name, value in self.__dict__.items():
+            with contextlib.suppress(TypeError):
+                twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
 
     def regularizer(self, norms: Tensor) -> Tensor | None:  # [B] -> [B]

@@ -51,9 +51,9 @@ class _Loss(torch.autograd.Function):
         need_x, need_norms, need_weight, need_bias = ctx.needs_input_grad[:4]
         sweep = Sweep(problem, weight, bias)
         sweep.forward(keep_output=need_x or need_norms, keep_cache=need_weight or need_bias)
-        ctx.sweep, ctx.weight, ctx.factors, ctx.reduction = sweep, weight, factors, reduction
+        ctx.sweep, ctx.factors, ctx.reduction = sweep, factors, reduction
         ctx.needs = (need_x, need_norms, need_weight, need_bias)
-        ctx.versions = (weight._version, None if bias is None else bias._version)
+        ctx.bias_version = None if bias is None else bias._version
         ctx.part = part = slice(problem.comm.rank * len(x), (problem.comm.rank + 1) * len(x))
         excess = sweep.excess()[part]
         losses = torch.where(factors[part] == 0, 0.0, torch.logaddexp(excess, torch.zeros_like(excess)) * factors[part])
@@ -69,10 +69,10 @@ class _Loss(torch.autograd.Function):
         factors = ctx.factors * (upstream if ctx.reduction == "sum" else comm.all_gather(upstream).wait())  # [N]
         if sweep.released:
             raise RuntimeError("backward through the head twice: call forward again, its buffers are freed after use")
-        versions = (ctx.weight._version, None if sweep.bias is None else sweep.bias._version)
-        if (need_x or need_weight) and versions != ctx.versions:
+        bias_version = None if sweep.bias is None else sweep.bias._version
+        if (need_x or need_weight) and not (sweep.is_current() and bias_version == ctx.bias_version):
             raise RuntimeError(
-                "the head's weight changed between its forward and its backward; call forward again. With a "
+                "the head's weight changed between its forward and its backward, or moved; call forward again. With a "
                 "head_optimizer each backward pass steps it: where a loss calls the head twice, as mixup, give it all "
                 "samples in one call of head.losses, or collect the steps (plsc.ops.deferred_updates, merge_updates)"
             )

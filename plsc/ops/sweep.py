@@ -71,6 +71,10 @@ class Sweep:
         step = self.problem.block
         return [(i, at, min(at + step, self.num_rows)) for i, at in enumerate(range(0, self.num_rows, step))]
 
+    def is_current(self) -> bool:
+        """Whether the weight is what it was in the forward, where it was."""
+        return self.version == self.parameter._version and self.weight.data_ptr() == self.parameter.data_ptr()
+
     def release(self) -> None:
         """No backward comes any more; what the step of the rows needs stays until `free`, if it waits."""
         self.released, self.output = True, None
@@ -480,6 +484,7 @@ def _elementwise(fn: Callable[[Tensor, Tensor], Tensor], cos: Tensor, own: Tenso
         value = fn(leaf, own)
         if value.shape != cos.shape:
             raise ValueError(f"margin others gave shape {tuple(value.shape)}, expected {tuple(cos.shape)}")
-        (slope,) = torch.autograd.grad(value.sum(), leaf)
+        # none where `fn` is constant, or in inference mode, where nobody asks for it
+        slope = torch.autograd.grad(value.sum(), leaf)[0] if value.requires_grad else torch.zeros_like(cos)
     value = value.detach()
     return (value.clone() if value.data_ptr() == cos.data_ptr() else value), slope.contiguous()

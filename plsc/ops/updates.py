@@ -41,6 +41,10 @@ class RowUpdate(ABC):
     def joined(self, others: Sequence[RowUpdate]) -> RowUpdate:
         """One step with the sum of their gradients; all are of one weight."""
 
+    @abstractmethod
+    def steps_with(self) -> tuple[RowOptimizer | None, State]:
+        """The row optimizer and its state."""
+
 
 @dataclass
 class GradientUpdate(RowUpdate):
@@ -54,13 +58,25 @@ class GradientUpdate(RowUpdate):
     rounding: Rounding | None = None
     applied: Callable[[Tensor | None], None] | None = None  # is told the rows afterwards
 
+    def __post_init__(self) -> None:
+        self._place, self._taken = self.weight.data_ptr(), False
+
     def numbers(self) -> list[Tensor]:
         return [self.grad]
 
     def square(self, scale: float = 1.0) -> Tensor:
         return (torch.linalg.vector_norm(self.grad) * scale).double() ** 2
 
+    def steps_with(self) -> tuple[RowOptimizer | None, State]:
+        return self.optimizer, self.state
+
     def apply(self, scale: float = 1.0) -> None:
+        if self._taken or self.weight.data_ptr() != self._place:
+            raise RuntimeError(
+                "the step of these rows was taken already, or the head was moved (.to, .double) after its backward; "
+                "apply an update once, and move the head between steps"
+            )
+        self._taken = True
         if scale != 1.0:
             self.grad.mul_(scale)
         apply_rows(self.optimizer, self.weight, self.state, self.rows, self.grad, rounding=self.rounding)
@@ -69,10 +85,10 @@ class GradientUpdate(RowUpdate):
 
     def joined(self, others: Sequence[RowUpdate]) -> GradientUpdate:
         group = [self, *(other for other in others if isinstance(other, GradientUpdate))]
-        assert len(group) == 1 + len(others), "a head defers all its steps alike"
-        union, place = torch.unique(torch.cat([update.rows for update in group]), return_inverse=True)
+        union = torch.unique(torch.cat([update.rows for update in group]))
         grad = self.grad.new_zeros(len(union), *self.grad.shape[1:])
-        grad.index_add_(0, place, torch.cat([update.grad for update in group]))
+        for update in group:
+            grad.index_add_(0, torch.searchsorted(union, update.rows), update.grad)
         return replace(self, rows=union, grad=grad)
 
 
@@ -90,6 +106,9 @@ class SweepUpdate(RowUpdate):
         self.weight = self.sweeps[0].parameter
         self._kept: dict[int, Tensor] = {}  # gradients of blocks, led to the weight already
 
+    def steps_with(self) -> tuple[RowOptimizer | None, State]:
+        return self.sweeps[0].problem.optimizer, self.sweeps[0].problem.state
+
     def numbers(self) -> list[Tensor]:
         return [number for sweep in self.sweeps for number in (sweep.coefficient, sweep.own_pull)]
 
@@ -97,7 +116,7 @@ class SweepUpdate(RowUpdate):
     def square(self, scale: float = 1.0) -> Tensor:
         first, squares = self._checked(), []
         blocks = first.blocks()
-        kept_from = len(blocks) - self._num_kept(first)
+        kept_from = len(blocks) - self._num_kept()
         for index, start, stop in blocks:
             grad = self._gradient(index, start, stop, f"gradient{index}" if index >= kept_from else "gradient")
             first.lead_to_weight(grad, start, stop)
@@ -107,11 +126,11 @@ class SweepUpdate(RowUpdate):
         total = torch.stack(squares).sum() if squares else self.weight.new_zeros((), dtype=torch.float64)
         return total * scale**2
 
-    @staticmethod
-    def _num_kept(sweep: Sweep) -> int:
+    def _num_kept(self) -> int:
         """Blocks whose gradients fit into what the kept exponentials leave of their bytes."""
+        sweep = self.sweeps[0]
         row_bytes = math.prod(sweep.weight.shape[1:]) * sweep.x.element_size()
-        left = max(sweep.problem.cache_bytes - sweep.cached_bytes(), 0)
+        left = max(sweep.problem.cache_bytes - max(each.cached_bytes() for each in self.sweeps), 0)
         return left // (min(sweep.problem.block, max(sweep.num_rows, 1)) * row_bytes)
 
     @torch.no_grad()
@@ -132,18 +151,17 @@ class SweepUpdate(RowUpdate):
             sweep.free()
 
     def joined(self, others: Sequence[RowUpdate]) -> SweepUpdate:
-        assert all(isinstance(other, SweepUpdate) for other in others), "a head defers all its steps alike"
         sweeps = [sweep for update in (self, *others) for sweep in update.sweeps]  # type: ignore[attr-defined]
         for sweep in sweeps[1:]:
             sweep.cut_as(sweeps[0])
         return SweepUpdate(sweeps)
 
     def _checked(self) -> Sweep:
-        if any(sweep.version != self.weight._version for sweep in self.sweeps):
+        if not all(sweep.is_current() for sweep in self.sweeps):
             raise RuntimeError(
                 "the head's weight changed between a forward and the step of its rows, whose gradient is made from "
                 "the weight then; apply the updates of one step together (plsc.ops.merge_updates), before anything "
-                "else changes the weight"
+                "else changes or moves the weight"
             )
         return self.sweeps[0]
 
@@ -167,7 +185,7 @@ def deferred_updates() -> Iterator[list[RowUpdate]]:
     """Inside, backward passes of fused heads put their row updates into the list instead of applying them.
 
     Needed where ranks must agree first: fp16 overflow, clipping, gradient accumulation. Heads look it up by the thread
-    of their forward pass, because autograd runs CUDA backwards in a thread of its own.
+    of their backward pass, and where that is autograd's own (CUDA) by the one of their forward.
     """
     thread = threading.get_ident()
     outer = _collecting.get(thread)
@@ -183,8 +201,8 @@ def deferred_updates() -> Iterator[list[RowUpdate]]:
 
 
 def collector(thread: int) -> list[RowUpdate] | None:
-    """The list that collects updates for the forward thread `thread`, or None when updates apply at once."""
-    return _collecting.get(thread)
+    """What collects updates of a backward in this thread, whose forward ran in `thread`; None: they apply at once."""
+    return _collecting.get(threading.get_ident(), _collecting.get(thread))
 
 
 def merge_updates(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
@@ -192,4 +210,22 @@ def merge_updates(updates: Sequence[RowUpdate]) -> list[RowUpdate]:
     by_weight: dict[int, list[RowUpdate]] = {}
     for update in updates:
         by_weight.setdefault(id(update.weight), []).append(update)
-    return [group[0] if len(group) == 1 else group[0].joined(group[1:]) for group in by_weight.values()]
+    return [_joined(group[0], group[1:]) for group in by_weight.values()]
+
+
+def _joined(first: RowUpdate, others: Sequence[RowUpdate]) -> RowUpdate:
+    """One step with the sum of their gradients, where all mean the same step."""
+    optimizer, state = first.steps_with()
+    for other in others:
+        if type(other) is not type(first):
+            raise RuntimeError(
+                "a head that samples classes was called in training and in eval() within one step, and would step "
+                "sampled rows and all rows together; call it in one mode, under torch.no_grad() where it is not trained"
+            )
+        its_optimizer, its_state = other.steps_with()
+        if its_optimizer != optimizer or any(its_state.get(name) is not kept for name, kept in state.items()):
+            raise RuntimeError(
+                "two heads share a weight and each has a row optimizer or state of its own, or a head_optimizer was "
+                "replaced between the passes of a step; call one head twice, and change a rate by head_optimizer.lr"
+            )
+    return first.joined(others) if others else first

@@ -259,8 +259,16 @@ def head_bytes(shard: int, dim: int, kept: Kept, *, workspace: int, num_samples:
     if not kept.fused:  # that of a sample is put into the whole before the optimizer makes its temporaries
         gradient = whole + whole * max(kept.temporaries, kept.sampled if kept.sampled < 1.0 else 0.0)
     elif kept.waits and kept.sampled < 1.0:
-        gradient = whole * kept.sampled
+        gradient = whole * _waiting_share(kept.sampled, kept.passes)
     elif kept.waits:  # of each pass what its second sweep is made from
         batch += 4 * num_samples * 6 * dim * (kept.passes - 1)
     numbers = 24.0 * shard * kept.sampled if kept.sampled < 1.0 else 0.0  # int64 rows, drawn, joined and sorted
     return shard * kept.bytes_per_class + workspace + batch + numbers + gradient
+
+
+def _waiting_share(sampled: float, passes: int) -> float:
+    """Of the classes, those whose gradient is there when the last pass joins its sample to those before it."""
+    if passes == 1:
+        return sampled
+    before, after = (1.0 - (1.0 - sampled) ** k for k in (passes - 1, passes))
+    return before + sampled + after

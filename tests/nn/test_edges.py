@@ -147,6 +147,23 @@ def test_the_largest_logit_is_asked_for_where_it_may_exceed_64(margin: nn.Margin
 # ---- between training and other uses
 
 
+class _Flat(nn.CosFace):
+    def others(self, cos: Tensor, own: Tensor) -> Tensor:
+        return torch.zeros_like(cos)
+
+
+def test_inference_mode_of_a_margin_that_moves_the_others() -> None:
+    """There is no slope to be had, and none is needed; nor of negatives that do not depend on their cosine."""
+    head = make(margin=nn.CurricularFace(16.0))
+    with torch.inference_mode():
+        loss = head(*batch())
+    with torch.no_grad():
+        assert float(loss) == float(head(*batch()))
+    x, y = batch()
+    make(margin=_Flat(16.0))(x.requires_grad_(), y).backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("decay", [False, True])
 def test_inference_mode_leaves_nothing_behind(decay: bool) -> None:
     """torch refuses to write into what inference mode has made: buffers that live on must not be of it."""

@@ -197,6 +197,18 @@ def test_topk_marks_copies_and_device_moves() -> None:
             change()
 
 
+@pytest.mark.parametrize("kernels", ["0", "1"])
+def test_a_head_in_eval_rounds_by_new_bits_in_each_step(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a whole model is tuned in eval(), for its batch statistics: steps far below the spacing still arrive."""
+    monkeypatch.setenv("PLSC_KERNELS", kernels)
+    head = nn.ClassParallelHead(8, 64, head_optimizer=SGD(1.0, weight_decay=1e-4), weight_dtype="bf16").eval()
+    before = head.weight.detach().float()
+    for _ in range(100):  # no gradient comes to an embedding of zeros, nor from it
+        head(torch.zeros(1, 8), torch.zeros(1, dtype=torch.int64)).backward()
+    shrunk = head.weight.detach().float().abs().sum() / before.abs().sum()
+    assert float(shrunk) == pytest.approx(1 - 1e-2, abs=2e-3)
+
+
 @pytest.mark.parametrize("weight", ["split", "bf16"])
 def test_a_frozen_weight_and_a_second_backward(weight: str) -> None:
     head = make(None, weight, "bf16")

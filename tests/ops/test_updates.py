@@ -157,6 +157,17 @@ def test_gradients_stay_as_far_as_the_bytes_go(monkeypatch: pytest.MonkeyPatch) 
     assert len(made) == 3 + 2 * (blocks - 3)
 
 
+def test_what_is_kept_of_batches_of_other_sizes_stays_within_its_bytes() -> None:
+    head = make(head_optimizer=SGD(0.1), cache_mb=6 * BLOCK_BYTES / 2**20)  # the exponentials of all blocks, no more
+    with deferred_updates() as updates:
+        for x, y in (*batches(1, size=1), *batches(1)):
+            head(x.clone().requires_grad_(), y).backward()
+    (update,) = merge_updates(updates)
+    update.square()
+    held = {name: buffer.numel() * 8 for name, buffer in head.workspace._buffers.items()}
+    assert sum(size for name, size in held.items() if name.rstrip("0123456789") != name) <= 6 * BLOCK_BYTES
+
+
 def test_a_weight_that_changed_before_its_step_is_an_error() -> None:
     head = make(head_optimizer=SGD(0.1))
     with deferred_updates() as updates:
@@ -180,6 +191,126 @@ def test_a_margin_that_moves_counts_as_it_was_in_the_forward(cache_mb: float) ->
     plain(second[0].clone().requires_grad_(), second[1]).backward()
     torch.testing.assert_close(head.weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(x.grad, want.grad, rtol=1e-12, atol=1e-14)
+
+
+class _Moving(nn.Margin):
+    """A margin whose `others` reads a number that it keeps somewhere; `update`, or the loop, moves it in place."""
+
+    def __init__(self, home: str) -> None:
+        super().__init__(16.0)
+        self.home, self.number = home, 0.1
+        self.tensor, self.numbers = torch.tensor(0.1), [0.1]
+        self.part = torch.nn.BatchNorm1d(1)
+        self.lock = threading.Lock()  # cannot be copied
+        self.own = torch.nn.Parameter(torch.tensor(0.1))
+
+    def target(self, cos: Tensor) -> Tensor:
+        return cos - 0.2
+
+    def others(self, cos: Tensor, own: Tensor) -> Tensor:
+        kept = {"number": self.number, "list": self.numbers[0], "tensor": float(self.tensor)}
+        kept |= {"part": float(self.part.running_mean), "parameter": float(self.own.detach())}
+        return cos * (1 + kept[self.home] * cos)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        self.number, self.numbers[0] = self.number + 0.3, self.numbers[0] + 0.3
+        for kept in (self.tensor, self.part.running_mean, self.own):
+            kept += 0.3
+
+
+class _MovedByItself(_Moving):
+    def update(self, own: Tensor, norms: Tensor | None) -> None:
+        self.move()
+
+
+@pytest.mark.parametrize("home", ["number", "list", "tensor", "part", "parameter"])
+@pytest.mark.parametrize("kind", [_Moving, _MovedByItself])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_users_margin_counts_as_it_was_in_the_forward(kind: type[_Moving], home: str, training: bool) -> None:
+    """Wherever its state is, and whoever moves it: the blocks are made anew after all forwards of the step."""
+    head, plain = make(margin=kind(home), head_optimizer=SGD(1.0), cache_mb=0.0), make(margin=kind(home))
+    before = head.train(training).weight.detach().clone()
+    plain.train(training)
+    micro, moves = batches(2), [each.margin.move if kind is _Moving or not training else int for each in (head, plain)]
+    with deferred_updates() as updates:
+        for x, y in micro:
+            head(x.clone().requires_grad_(), y).backward()
+            moves[0]()
+            plain(x.clone().requires_grad_(), y).backward()
+            moves[1]()
+    (update,) = merge_updates(updates)
+    update.apply()
+    torch.testing.assert_close(head.weight.detach(), before - plain.weight.grad, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("strategy", [{"clip_norm": 1e-3}, {"amp": "fp16", "clip_norm": 1e-3}], ids=str)
+def test_only_a_heads_rows_are_trained(strategy: dict[str, Any]) -> None:
+    """Nothing that the optimizer has gets a gradient, as with a frozen backbone."""
+    fleet = plsc.Fleet(plsc.Strategy(**strategy))
+    head = nn.ClassParallelHead(DIM, CLASSES, head_optimizer=SGD(1.0))
+    before = head.weight.detach().clone()
+    step = fleet.step(head(torch.randn(BATCH, DIM), torch.arange(BATCH)), torch.optim.SGD(head.parameters(), 0.1))
+    assert step.updated and float((head.weight.detach() - before).norm()) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_forward_of_another_thread_is_collected_where_the_backward_runs() -> None:
+    head = make(head_optimizer=SGD(1.0))
+    before, losses = head.weight.detach().clone(), []
+    helper = threading.Thread(target=lambda: losses.append(head(*batches(1)[0])))
+    helper.start()
+    helper.join()
+    with deferred_updates() as updates:
+        losses[0].backward()
+    assert len(updates) == 1 and torch.equal(head.weight, before)
+
+
+def test_samples_of_micro_steps_wait_as_one_gradient() -> None:
+    fleet = plsc.Fleet(plsc.Strategy(accumulate=8))
+    head = nn.ClassParallelHead(DIM, 4000, head_optimizer=SGD(0.1), sample_rate=0.3)
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+    for _ in range(7):
+        assert not fleet.step(head(torch.randn(BATCH, DIM), torch.arange(BATCH)), optimizer).updated
+        (waiting,) = fleet._pending
+        assert isinstance(waiting, GradientUpdate)
+        assert len(waiting.rows.unique()) == len(waiting.rows) == len(waiting.grad)
+    assert len(waiting.rows) == pytest.approx(4000 * (1 - 0.7**7), rel=0.05)
+
+
+def test_a_step_that_is_not_defined_is_an_error() -> None:
+    """Sampled rows and all rows; a weight of two heads with a state each; a step taken twice."""
+    x, y = batches(1)[0]
+    head = make(head_optimizer=SGD(0.1), sample_rate=0.5)
+    with deferred_updates() as updates:
+        for mode in (True, False):
+            head.train(mode)(x.clone().requires_grad_(), y).backward()
+    with pytest.raises(RuntimeError, match=r"in training and in eval\(\) within one step"):
+        merge_updates(updates)
+    updates[0].apply()
+    with pytest.raises(RuntimeError, match="taken already"):
+        updates[0].apply()
+    for options in ({"momentum": 0.9}, {}):
+        pair = [make(head_optimizer=SGD(lr, **options)) for lr in (0.1, 0.2)]
+        pair[1].weight = pair[0].weight
+        with deferred_updates() as updates:
+            (pair[0](x, y) + pair[1](x, y)).backward()
+        with pytest.raises(RuntimeError, match="two heads share a weight"):
+            merge_updates(updates)
+
+
+@pytest.mark.parametrize("sample_rate", [1.0, 0.5])
+def test_a_head_that_was_moved_before_its_step_is_an_error(sample_rate: float) -> None:
+    """Its update would be of numbers that nobody has any more."""
+    head = nn.ClassParallelHead(DIM, CLASSES, head_optimizer=SGD(0.1), sample_rate=sample_rate)
+    x, y = torch.randn(BATCH, DIM), torch.arange(BATCH)
+    with deferred_updates() as updates:
+        head(x, y).backward()
+    loss = head(x, y)
+    head.double()
+    with pytest.raises(RuntimeError, match=r"move[ds] "):
+        updates[0].apply()
+    with pytest.raises(RuntimeError, match="or moved"):
+        loss.backward()
 
 
 def test_overflow_is_seen_before_any_gradient_is_made() -> None:

@@ -132,26 +132,35 @@ def test_head_bytes_by_hand() -> None:
     assert scaling.head_bytes(100, 8, torch_like, **at_hand) == 6400 + 1000 + batch + 3 * 3200
     waiting = Kept(64.0, waits=True, sampled=0.5)
     assert scaling.head_bytes(100, 8, waiting, **at_hand) == 6400 + 1000 + batch + 1600 + 24 * 50
+    joined = Kept(64.0, waits=True, sampled=0.5, passes=3)  # 3/4 and 1/2 become 7/8 of the classes
+    assert scaling.head_bytes(100, 8, joined, **at_hand) == 6400 + 1000 + batch + 2.125 * 3200 + 24 * 50
     accumulated = Kept(64.0, waits=True, clipped=True, passes=3)
     assert scaling.head_bytes(100, 8, accumulated, **at_hand) == 6400 + 1000 + batch + 2 * 4 * 10 * 6 * 8
 
 
 SCRIPT = """
 import sys
+from dataclasses import replace
 import torch
 from plsc.comm import LocalCommunicator
+from plsc.strategies import Strategy
 from plsc.train import plan, run, speeds
 from plsc.train.config import *
 from plsc.train.trainer import Trainer
 
 torch.set_num_threads(1)
-fused, classes = sys.argv[2] == "split", 300_000
+fused, classes, passes = sys.argv[2] != "torch", 300_000, 4 if sys.argv[2] == "passes" else 1
 config = Config(
-    batch_size=32, out=sys.argv[3], plan="here", eval=EvalConfig(task="none"),
-    data=DataConfig(kind="synthetic", image_size=48, channels=1, num_classes=classes, num_samples=256, workers=0),
+    batch_size=32 * passes, out=sys.argv[3], plan="here", eval=EvalConfig(task="none"),
+    data=DataConfig(
+        kind="synthetic", image_size=48, channels=1, num_classes=classes, num_samples=256 * passes, workers=0
+    ),
     model=ModelConfig(backbone="smallconv", embedding_size=128),
     head=HeadConfig(fused=True, weight_dtype="split", state_dtype="bf16") if fused else HeadConfig(),
+    strategy=Strategy(accumulate=passes),
 )
+if passes > 1:  # of each a sample whose gradient waits
+    config = replace(config, head=replace(config.head, sample_rate=0.3))
 if sys.argv[1] == "trained":
     trainer = Trainer(config, comm=LocalCommunicator())
     for images, labels in trainer.loader.epochs(1):
@@ -168,7 +177,7 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("kind", ["torch", "split"])
+@pytest.mark.parametrize("kind", ["torch", "split", "passes"])
 def test_predicted_memory_is_a_training_process_to_five_percent(kind: str, tmp_path: Path) -> None:
     found = {}
     for name in ("trained", "planned"):

@@ -94,7 +94,7 @@ class Margin(nn.Module):
         twin = copy.copy(self)
         memo = {id(self): twin}
         for name, value in self.__dict__.items():
-            with contextlib.suppress(TypeError):
+            with contextlib.suppress(TypeError, RuntimeError):  # the latter of tensors that autograd made
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from plsc.ops import host
 from plsc.ops.problem import Problem
 from plsc.ops.sweep import Sweep
+from plsc.ops.updates import weight_gradient
 
 UPSTREAM = 2  # columns that travel with the embeddings' gradient to compare the ranks' upstream gradients
 
@@ -86,7 +87,7 @@ class _Loss(torch.autograd.Function):
                 columns.append(torch.stack([upstream, upstream * upstream]).expand(len(factors), UPSTREAM))
             work = comm.reduce_scatter(columns[0] if len(columns) == 1 else torch.cat(columns, 1))
         if need_weight or need_bias:
-            grad_weight, grad_bias = sweep.weight_gradient(g_total, g_own, need_bias)
+            grad_weight, grad_bias = weight_gradient(sweep, g_total, g_own, need_bias)
         if work is not None:
             packed, dim = work.wait(), problem.x.shape[1]  # [B, D (+ 1) (+ 2)]
             grad_x = packed[:, :dim] if need_x else None

@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from plsc.ops import host, native
-from plsc.ops.formats import is_wide
 from plsc.ops.optim import apply_rows, remove_radial
 from plsc.ops.problem import Problem
-from plsc.ops.updates import GradientUpdate, RowUpdate, SweepUpdate, collector
 
 # exp(+-range) summed over 1e8 classes stays in the dtype's, and so does each over a length between 1e-6 and 1e6
 _EXP_RANGE = {torch.float32: 64.0, torch.float64: 600.0}
@@ -361,32 +359,11 @@ class Sweep:
             grad[self.mine] = self.problem.scoring.scale * g_own[self.mine] * self.norm_slope
         return grad
 
-    def weight_gradient(self, g_total: Tensor, g_own: Tensor, need_bias: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Sweeps the blocks again: returns the gradients of weight and bias, or hands rows to the row optimizer."""
-        problem, factor = self.problem, self.problem.scoring.scale * self.problem.grad_scale
+    def begin_weight(self, g_total: Tensor, g_own: Tensor) -> None:
+        """What the weight's gradient is made from, by the loss's with respect to S and own logits, each [N]."""
+        factor = self.problem.scoring.scale * self.problem.grad_scale
         self.coefficient = factor * g_total  # [N]
         self.own_pull = factor * g_own[self.mine] * self.cos_slope  # [M]
-        pending = None if problem.optimizer is None else collector(problem.thread)
-        if pending is not None and problem.rows is None:  # steps all rows later, from a second sweep of its own
-            self.waits = True
-            pending.append(SweepUpdate([self]))
-            return None, None
-        fused = problem.optimizer is not None and pending is None
-        whole = grad_bias = None
-        if not fused:
-            whole = problem.x.new_empty(self.num_rows, *self.weight.shape[1:])
-        if need_bias:
-            assert self.bias is not None
-            grad_bias = torch.zeros_like(self.bias)
-        for index, start, stop in self.blocks():
-            grad = self.block_gradient(index, start, stop, whole if whole is None else whole[start:stop], grad_bias)
-            if fused:
-                self.step_rows(grad, start, stop)
-            else:
-                self.lead_to_weight(grad, start, stop)
-        if fused and problem.applied is not None:
-            problem.applied(problem.rows)
-        return self._deliver(whole, pending), grad_bias
 
     def multiply(self, scale: float) -> None:
         """Multiplies the weight's gradient by `scale`, before it is made."""
@@ -432,20 +409,6 @@ class Sweep:
         assert problem.optimizer is not None
         kept = problem.optimizer, self.weight, problem.state
         apply_rows(*kept, self._chosen(start, stop), grad, normalize=normalize, rounding=problem.rounding)
-
-    def _deliver(self, whole: Tensor | None, pending: list[RowUpdate] | None) -> Tensor | None:
-        problem = self.problem
-        if whole is None:
-            return None
-        if pending is not None:
-            assert problem.optimizer is not None and problem.rows is not None
-            kept = problem.optimizer, self.parameter, problem.state
-            pending.append(GradientUpdate(*kept, problem.rows, whole, problem.rounding, problem.applied))
-            return None
-        assert is_wide(self.weight), "a weight that is kept in fewer bits has a row optimizer"
-        if problem.rows is None:
-            return whole
-        return torch.zeros_like(self.weight).index_copy_(0, problem.rows, whole)
 
     def _exponentials_again(self, index: int, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """What was kept of a block [N, n * K], cached or computed anew; and a row factor if any."""

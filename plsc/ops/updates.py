@@ -1,4 +1,7 @@
-"""Steps of a class weight's rows that wait for what the ranks agree on: overflow, a norm to clip by, micro-steps."""
+"""What becomes of a class weight's gradient: a step of its rows at once, one that waits, or a gradient as torch has it.
+
+A step waits for what the ranks agree on: overflow, a norm to clip by, more micro-steps.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,46 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from plsc.ops.formats import Rounding
+from plsc.ops.formats import Rounding, is_wide
 from plsc.ops.optim import RowOptimizer, State, apply_rows
+from plsc.ops.sweep import Sweep
 
-if TYPE_CHECKING:
-    from plsc.ops.sweep import Sweep
+
+def weight_gradient(
+    sweep: Sweep, g_total: Tensor, g_own: Tensor, need_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of weight and bias by those with respect to S and own logits; None of rows that an optimizer steps."""
+    problem = sweep.problem
+    sweep.begin_weight(g_total, g_own)
+    pending = None if problem.optimizer is None else collector(problem.thread)
+    if pending is not None and problem.rows is None:  # steps all rows later, from a second sweep of its own
+        sweep.waits = True
+        pending.append(SweepUpdate([sweep]))
+        return None, None
+    if problem.optimizer is not None and pending is None:
+        for index, start, stop in sweep.blocks():
+            sweep.step_rows(sweep.block_gradient(index, start, stop), start, stop)
+        if problem.applied is not None:
+            problem.applied(problem.rows)
+        return None, None
+    whole = problem.x.new_empty(sweep.num_rows, *sweep.weight.shape[1:])
+    grad_bias = torch.zeros_like(sweep.bias) if need_bias and sweep.bias is not None else None
+    for index, start, stop in sweep.blocks():
+        sweep.block_gradient(index, start, stop, whole[start:stop], grad_bias)
+        sweep.lead_to_weight(whole[start:stop], start, stop)
+    if pending is not None:
+        assert problem.optimizer is not None and problem.rows is not None
+        kept = problem.optimizer, sweep.parameter, problem.state
+        pending.append(GradientUpdate(*kept, problem.rows, whole, problem.rounding, problem.applied))
+        return None, None
+    assert is_wide(sweep.weight), "a weight that is kept in fewer bits has a row optimizer"
+    if problem.rows is not None:
+        whole = torch.zeros_like(sweep.weight).index_copy_(0, problem.rows, whole)
+    return whole, grad_bias
 
 
 class RowUpdate(ABC):

@@ -27,11 +27,13 @@ class Pool {
     static pid_t owner = 0;
     std::lock_guard<std::mutex> lock(mutex);
     if (pool == nullptr || owner != getpid()) {
-      pool = new Pool(owner == 0);
       owner = getpid();
+      pool = new Pool(owner == loaded_in);
     }
     return *pool;
   }
+
+  static inline const pid_t loaded_in = getpid();
 
   // openmp: may use the threads of the OpenMP runtime; a forked child must not, which has none of them.
   explicit Pool(bool openmp) {

@@ -11,7 +11,8 @@ fill     rows a second of a bulk load beside a bare copy into new memory, the sl
 peers    pulls and pushes beside other tables. All take turns within one run, so that a noisy machine hurts them alike;
          medians of processor time and their ratios to the bare gather count, not single numbers. numba and
          fbgemm-gpu-cpu (1.8 beside torch 2.13) take part where they work. The bare hash table is a bound: what
-         bare_table.c does in this process without locks, growth, checks or any other thing that a table is for
+         bare_table.c does in this process without locks, growth, checks or any other thing that a table is for. "Merged
+         first" sums the gradients of a repeated key before the push, as FBGEMM and torch do inside theirs
 threads  one and two in turn, by the clock on the wall: run those on a quiet machine
 disk     saving beside writing and syncing as many bytes in --folder, loading beside reading them, none in memory
 """
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plsc.ps import Table
+from plsc.ps import Table, merge
 
 BATCH, DIM, LR = 65_536, 16, 0.05
 
@@ -381,6 +382,7 @@ def peers(
         for name, table in tables.items():
             pulls[name] = lambda i, table=table, keys=keys: table.pull(keys[i], out=out)
             pushes[name] = lambda i, table=table, keys=keys: table.push(keys[i], grads)
+        pushes["Hogwild, merged first"] = lambda i, keys=keys: tables["Hogwild"].push(*merge(keys[i], grads))
         if bare is not None:
             pulls["bare hash table"] = lambda i, keys=keys: bare.pull(keys[i], out)
             pushes["bare hash table"] = lambda i, keys=keys: bare.push(keys[i], grads)

@@ -20,6 +20,8 @@ from plsc.ps.remote import RemoteStore, connect
 from plsc.ps.server import Server
 from plsc.ps.store import WorkerMissing
 
+from .pushes import together
+
 DIM = 4
 KEYS = np.random.default_rng(0).integers(0, 2**64 - 1, 500, np.uint64)
 
@@ -72,25 +74,6 @@ def moved(pushes: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     for keys, grads in pushes:
         np.add.at(sums, [places[key] for key in keys.tolist()], grads.astype(np.float64))
     return -0.5 * sums
-
-
-def together(work: Callable[[int], None], count: int) -> None:
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            work(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

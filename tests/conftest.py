@@ -1,5 +1,6 @@
 """Fixtures every test may use: the optional real data beside the repository, a small recipe, one thread a process."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,13 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 def one_thread() -> None:
     """Ranks run as threads in most tests: one compute thread each keeps them from fighting over cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_as_at_a_terminal() -> None:
+    """What started the tests, as nohup does, may ignore one that tests send to commands, which then leave it so."""
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import plsc.nn as nn
 from plsc.comm import Communicator, Shard, run_ranks
 from plsc.ops import SGD, host, sample_classes
 
-from .test_head import CLASSES, DIM, MARGIN_NAMES, batch, build, check, full_weight, make_margin
+from .heads import CLASSES, DIM, MARGIN_NAMES, batch, build, check, full_weight, make_margin
 
 
 def read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from plsc.ops import LARS, SGD, AdamW, RowOptimizer, native, sample_classes
 from plsc.ops.formats import join, split
 from plsc.ops.optim import apply_rows
 
-from .test_head import MARGIN_NAMES, make_margin
+from .heads import MARGIN_NAMES, make_margin
 from .textbook import losses_of
 
 DIM, CLASSES, BATCH = 32, 61, 18

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plsc.ps.arrays import Array, as_floats, as_keys
+from plsc.ps.arrays import Array, as_floats, as_keys, as_numpy
 
 try:
     from plsc.ps import _core
@@ -21,6 +21,7 @@ def merge(keys: Array, *parts: Array) -> tuple[Array, ...]:
     """
     array = as_keys(keys)
     unique, at = unique_keys(array)
+    parts = tuple(as_numpy(part, "parts") for part in parts)
     sums = [_sums(at, as_floats(part, (len(array), *part.shape[1:]), "parts"), len(unique)) for part in parts]
     if isinstance(keys, torch.Tensor):
         return torch.from_numpy(unique.view(np.int64)).view(keys.dtype), *map(torch.from_numpy, sums)

@@ -68,7 +68,7 @@ class Communicator:
         self._staleness, self._barrier = staleness, barrier
         self._waiting: deque[Push] = deque()
         self._put = self._done = 0
-        self._flushing = 0
+        self._goal = 0  # so many pushes somebody waits for: the sender waits for no more to merge with them
         self._closed = False
         self._error: BaseException | None = None
         self._moved = threading.Condition()
@@ -172,20 +172,19 @@ class Communicator:
             self._waiting.append(push)
             self._put += 1
             self._moved.notify_all()
-            return self._put if self._barrier is not None and self._put % self._barrier == 0 else 0
+            if self._barrier is None or self._put % self._barrier:
+                return 0
+            self._goal = self._put
+            return self._put
 
     def wait(self, goal: int) -> None:
         """Returns once so many pushes of this process are applied."""
         with self._moved:
-            if self._done >= goal:
-                return
-            self._flushing += 1
+            self._goal = max(self._goal, goal)
             self._moved.notify_all()
-            try:
-                while self._done < goal:
-                    self._wait()
-            finally:
-                self._flushing -= 1
+            while self._done < goal:
+                self._raise()  # the sender may have failed before anybody waited
+                self._wait()
 
     def _start(self) -> None:
         self._sender = threading.Thread(target=self._send_all, name="plsc-ps-sender", daemon=True)
@@ -213,12 +212,14 @@ class Communicator:
                     return None
                 self._moved.wait()
             until = None if self._linger is None else time.monotonic() + self._linger
-            while len(self._waiting) < self._merge and not (self._flushing or self._closed):
+            while len(self._waiting) < self._merge and not (self._goal > self._done or self._closed):
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
                     break
                 self._moved.wait(left)
-            return [self._waiting.popleft() for _ in range(min(self._merge, len(self._waiting)))]
+            # No further than the goal: what other threads push meanwhile must not decide how many sends there are.
+            most = self._goal - self._done if self._goal > self._done else self._merge
+            return [self._waiting.popleft() for _ in range(min(self._merge, most, len(self._waiting)))]
 
     def _send_all(self) -> None:
         while (taken := self._take()) is not None:

@@ -197,3 +197,34 @@ def test_rows_trained_by_other_means_travel_too() -> None:
 def test_senseless_settings_are_refused(make: Callable[[Seat], object], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         make(Seat(Host(table())))
+
+
+def test_rounds_are_counted_by_pushes_whatever_threads_make_them() -> None:
+    """Workers meet in rounds, so each makes an exchange after so many pushes; one more would wait for the others."""
+    host = Host(Table(2, rule="sgd", lr=1.0, locked=True))
+    geo = Geo(Seat(host), every=4, rounds=True, workers=1)
+    keys, grads = np.arange(5, dtype=np.uint64), np.ones((5, 2), np.float32)
+    together(lambda rank: [geo.push(keys, grads) for _ in range(100)] and None, 2)
+    geo.flush()
+    assert geo.sends == 50
+    geo.close()
+
+
+def test_a_sender_that_failed_before_anybody_waited_is_told() -> None:
+    geo = Geo(Seat(Host(Table(2))), every=1, rounds=True, workers=2, deadline=0.2)
+    keys = np.array([1], np.uint64)
+    geo.pull(keys)
+    goal = geo.touch(keys, wait=False)
+    geo._sender.join(20)
+    assert not geo._sender.is_alive()
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        with pytest.raises(WorkerMissing) as error:
+            geo.wait(goal)
+        failed.append(error.value)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert failed

@@ -1,5 +1,6 @@
 """Keys brought together: by the native loop and by torch, against numpy."""
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 import plsc.ps
 from plsc.ps import merging
+from plsc.ps.store import GOLDEN, mix
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -66,12 +68,30 @@ def test_arrays_that_do_not_lie_together(way: str) -> None:
     [
         (np.ones(2), np.ones(2, np.float32), "keys: got dtype float64, expected uint64 or int64"),
         (np.ones(2, np.uint64), np.ones(2), "parts: got dtype float64, expected float32"),
+        (np.ones(2, np.uint64), [1.0, 2.0], "parts: got list, expected a numpy array"),
         (np.ones(2, np.uint64), np.ones((3, 4), np.float32), r"parts: got shape \(3, 4\), expected \(2, 4\)"),
     ],
 )
 def test_what_does_not_fit(keys: Any, part: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plsc.ps.merge(keys, part)
+
+
+@pytest.mark.parametrize("shift", [0, 24, 40])
+def test_nobody_can_choose_keys_that_meet(shift: int) -> None:
+    """Keys whose hashes agree in all low bits, or all high ones: quadratic work would take many minutes."""
+    hashes = np.arange(1_000_000, dtype=np.uint64) << np.uint64(shift)
+    keys = hashes ^ (hashes >> np.uint64(31)) ^ (hashes >> np.uint64(62))  # back through splitmix64's finaliser
+    keys *= np.uint64(0x319642B2D24D8EC3)
+    keys = keys ^ (keys >> np.uint64(27)) ^ (keys >> np.uint64(54))
+    keys *= np.uint64(0x96DE1B173F119089)
+    keys = (keys ^ (keys >> np.uint64(30)) ^ (keys >> np.uint64(60))) - GOLDEN
+    assert np.array_equal(mix(keys + GOLDEN), hashes)
+    found: list[np.ndarray] = []
+    work = threading.Thread(target=lambda: found.append(merging.unique_keys(keys)[0]), daemon=True)
+    work.start()
+    work.join(60)
+    assert found and len(found[0]) == len(keys)
 
 
 def test_a_merged_push_is_one_step_of_torch_adagrad() -> None:
